@@ -1,0 +1,64 @@
+# Everything runs in .venv, which these targets make and fill themselves: a fresh machine needs Python 3.11 to 3.13,
+# git, make and a C++17 compiler. `make help` lists the targets.
+
+PYTHON ?= python3
+MPI ?= mpich
+# The tests read a torch DataLoader. Pinned here, and only here, because an open range may take a build with gigabytes of CUDA.
+TORCH ?= torch==2.13.0
+LINTERS := ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+NATIVE := $(shell find native -type f 2>/dev/null)
+CXX_SOURCES := $(shell find native -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+demo: .venv/stamp-demo  ## train a CNN on real digits on 1 rank and on 2; charts go to results/
+	$(BIN)/python -m examples.cnn.demo
+
+test: .venv/stamp-test  ## all tests, ranks started by mpiexec included
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: .venv/stamp-test .venv/stamp-lint  ## ruff, clang-format, mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
+	$(BIN)/mypy
+
+format: .venv/stamp-lint  ## let ruff and clang-format rewrite the sources
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+clean:  ## remove builds, caches and results; the environment stays (rm -r .venv removes it)
+	rm -rf build dist results .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv/stamp-*
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14) and "keras_hpc needs Python 3.11 to 3.13; try: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+
+# What pyproject.toml names as build requirements, plus cmake and ninja, so that --no-build-isolation finds them.
+.venv/stamp-build: pyproject.toml | .venv/bin/python
+	$(PIP) cmake ninja $$($(BIN)/python -c 'import tomllib; print(*(f"\"{r}\"" for r in tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"]))' | tr -d '"' | tr ' ' '\n')
+	touch $@
+
+# Editable, because Python started in the repository root would otherwise import the source folder, which has no _native.
+.venv/stamp-demo: .venv/stamp-build $(NATIVE)
+	$(PIP) --no-build-isolation --editable '.[tensorflow,$(MPI),examples]'
+	touch $@
+
+.venv/stamp-test: .venv/stamp-demo
+	$(PIP) '$(TORCH)'
+	$(PIP) --no-build-isolation --editable '.[tensorflow,jax,$(MPI),examples,test]'
+	touch $@
+
+.venv/stamp-lint: Makefile | .venv/bin/python
+	$(PIP) $(LINTERS)
+	touch $@
