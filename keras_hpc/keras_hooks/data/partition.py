@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which samples does a rank see in which step: index arithmetic, without Keras and without communication.
+
+Words: an *order* is the sequence in which one pass over the data visits the samples, the same on every rank. It is cut into
+*global batches*, one for each step, and every global batch into one contiguous *part* for each rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where this process stands among those that share the data.
+
+    Args:
+        rank: index of this process.
+        size: number of processes.
+        batch: `"local"` if a batch size means each rank's own batch, `"global"` if it means the batch of all ranks.
+    """
+
+    rank: int
+    size: int
+    batch: str = "local"
+
+    def part(self, count: int) -> tuple[int, int]:
+        """Returns `(start, stop)` of this rank's part of `count` rows. Parts differ by one row at most."""
+        each, rest = divmod(count, self.size)
+        start = self.rank * each + min(self.rank, rest)
+        return start, start + each + (self.rank < rest)
+
+    def global_batch(self, batch_size: int) -> int:
+        """Returns how many samples all ranks together see in a step."""
+        return batch_size * self.size if self.batch == "local" else batch_size
+
+    def steps(self, batches: int) -> int:
+        """Returns the number of steps in which ranks get through `batches` ready-made batches."""
+        return -(-batches // self.size) if self.batch == "local" else batches
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """One pass over `samples` in global batches, seen from one rank."""
+
+    samples: int
+    global_batch: int
+    place: Place
+
+    @property
+    def steps(self) -> int:
+        """Steps of a pass, the same on every rank."""
+        return -(-self.samples // self.global_batch)
+
+    @property
+    def full_steps(self) -> int:
+        """Steps with a whole global batch; at most one step with a smaller one follows."""
+        return self.samples // self.global_batch
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether some rank has a step without any sample. The same on every rank."""
+        smallest = self.samples % self.global_batch or min(self.samples, self.global_batch)
+        return smallest < self.place.size
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        """Returns `(start, stop)` in the order of the samples that this rank sees in `step`."""
+        offset = step * self.global_batch
+        start, stop = self.place.part(min(self.global_batch, self.samples - offset))
+        return offset + start, offset + stop
+
+    def mine(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns this rank's entries of `order`: shape `(full_steps, part)`, and those of the last, smaller step."""
+        whole = self.full_steps * self.global_batch
+        start, stop = self.place.part(self.global_batch)
+        tail_start, tail_stop = self.place.part(self.samples - whole)
+        full = order[:whole].reshape(self.full_steps, self.global_batch)[:, start:stop]
+        return full, order[whole + tail_start : whole + tail_stop]
+
+    def order(self, shuffle: bool | str, seed: int, epoch: int) -> np.ndarray:
+        """Returns the order of pass number `epoch`, the same wherever `seed` is.
+
+        Args:
+            shuffle: `False` keeps the samples as they are, `True` permutes them all, `"batch"` within each global batch.
+            seed: non-negative integer that all ranks agree on.
+            epoch: number of the pass; each has its own permutation.
+        """
+        order = np.arange(self.samples)
+        if not shuffle:
+            return order
+        random = np.random.default_rng((seed, epoch))
+        if shuffle != "batch":
+            return random.permutation(self.samples)
+        whole = self.full_steps * self.global_batch
+        rows = order[:whole].reshape(self.full_steps, self.global_batch)
+        return np.concatenate([random.permuted(rows, axis=1).ravel(), random.permutation(order[whole:])])
+
+
+def deal(batches: Iterable[T], empty_like: Callable[[T], T], place: Place) -> Iterator[T]:
+    """Deals ready-made batches to ranks: step s takes the next `size` of them, and rank r the r-th of these.
+
+    In a last step that is short of batches the ranks left without one get an empty batch, so all run the same number of steps.
+
+    Args:
+        batches: the batches, the same on every rank. May be endless.
+        empty_like: makes an empty batch from a batch.
+        place: this rank's place.
+    """
+    # A rank goes without a batch only if some rank before it got the last one: `rank` empty ones behind the batches are enough,
+    # and never make a step of their own.
+    sample: T | None = None
+    for number, batch in enumerate(itertools.chain(batches, itertools.repeat(None, place.rank))):
+        if batch is not None:
+            sample = batch
+        if number % place.size == place.rank and sample is not None:
+            yield empty_like(sample) if batch is None else batch
