@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One line, `keras_hpc.init()`, turns a Keras 3 script into a data-parallel MPI job."""
+
+import importlib.util as _util
+
+if _util.find_spec("keras_hpc._native") is None:
+    raise ImportError(
+        "The native engine of keras_hpc is missing: keras_hpc is on the path but was not built. Install it with "
+        "`pip install .` in its repository (it needs a C++17 compiler), and do not start Python in the repository's "
+        f"root unless you installed with `pip install -e`. Received: keras_hpc from {__path__[0]}"
+    )
+
+from keras_hpc import callbacks
+from keras_hpc.collectives import allgather, allreduce, average, barrier, broadcast, check_replicas
+from keras_hpc.errors import (
+    CommunicationError,
+    CommunicationTimeoutError,
+    LaunchError,
+    NotInitializedError,
+    PlanMismatchError,
+    ReplicaMismatchError,
+)
+from keras_hpc.runtime import (
+    finalize,
+    init,
+    is_initialized,
+    local,
+    local_rank,
+    local_size,
+    node,
+    node_count,
+    rank,
+    size,
+)
+from keras_hpc.teams import assign_team
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CommunicationError",
+    "CommunicationTimeoutError",
+    "LaunchError",
+    "NotInitializedError",
+    "PlanMismatchError",
+    "ReplicaMismatchError",
+    "allgather",
+    "allreduce",
+    "assign_team",
+    "average",
+    "barrier",
+    "broadcast",
+    "callbacks",
+    "check_replicas",
+    "finalize",
+    "init",
+    "is_initialized",
+    "local",
+    "local_rank",
+    "local_size",
+    "node",
+    "node_count",
+    "rank",
+    "size",
+]

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How this process was started: finds the other ranks and their nodes, or says what is wrong with the launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any, Literal
+
+import numpy as np
+
+from keras_hpc import _native
+from keras_hpc.errors import LaunchError
+
+# Launchers tell each process the number of ranks that they started.
+_SIZE_VARIABLES = {
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpiexec",
+    "PMI_SIZE": "an mpiexec or srun that speaks PMI (MPICH, Intel MPI)",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
+_SRUN_HINT = (
+    "srun needs to be told how this MPI library finds its peers: `srun --mpi=pmi2` for MPICH and Intel MPI, "
+    "`srun --mpi=pmix` for Open MPI (`srun --mpi=list` shows what your site has)."
+)
+_MPIEXEC_HINT = (
+    "Start the job with the mpiexec that belongs to this MPI library: the one in the same environment as Python "
+    "(`which mpiexec`), or point mpi4py to the launcher's library with the environment variable MPI4PY_LIBMPI."
+)
+
+
+@dataclasses.dataclass
+class World:
+    """The ranks of a job and their nodes."""
+
+    comm: Any  # mpi4py communicator or None
+    rank: int = 0
+    size: int = 1
+    node_of_rank: list[int] = dataclasses.field(default_factory=lambda: [0])
+
+    @property
+    def node(self) -> int:
+        return self.node_of_rank[self.rank]
+
+    @property
+    def node_count(self) -> int:
+        return max(self.node_of_rank) + 1
+
+    @property
+    def local_rank(self) -> int:
+        return self.node_of_rank[: self.rank].count(self.node)
+
+    @property
+    def local_size(self) -> int:
+        return self.node_of_rank.count(self.node)
+
+    def transport(self) -> _native.Transport:
+        """Collective: a way for the engine to reach the ranks, over the MPI library that mpi4py uses."""
+        if self.comm is None:
+            return _native.in_process_transports([0])[0]
+        from mpi4py import MPI
+
+        open_mpi = MPI._sizeof(MPI.Comm) > 4
+        return _native.mpi_transport(
+            module_path=MPI.__file__,
+            handle_size=MPI._sizeof(MPI.Comm),
+            comm=_handle(self.comm),
+            byte=_handle(MPI.BYTE),
+            errors_return=_handle(MPI.ERRORS_RETURN),
+            # The one constant that mpi4py does not show: 1 in the MPICH family, 0 in Open MPI.
+            status_ignore=0 if open_mpi else 1,
+            node_of_rank=self.node_of_rank,
+        )
+
+
+def connect(comm: Any) -> World:
+    """Collective: finds the ranks of `comm` and their nodes.
+
+    Args:
+        comm: an mpi4py communicator or None for all ranks.
+
+    Raises:
+        LaunchError: MPI cannot be loaded, sees other ranks than the launcher started, or does not allow threads.
+        TypeError: `comm` is not a communicator.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        started = _ranks_started()
+        if comm is None and not started:
+            return World(None)  # a plain `python train.py` on a machine without MPI: one rank
+        raise LaunchError(
+            f"mpi4py found no MPI library, but {started or 'a communicator was given'}. Install one into this "
+            f"environment (pip install 'keras_hpc[mpich]') or load your site's MPI module. mpi4py says: {error}"
+        ) from error
+    if comm is None:
+        comm = MPI.COMM_WORLD
+        if comm.size == 1 and (started := _ranks_started()):
+            hint = _SRUN_HINT if "srun" in started else _MPIEXEC_HINT
+            raise LaunchError(
+                f"{started}, but the MPI library of this process sees only one: {library_name(None)}. "
+                f"Each process would train alone and think that it is rank 0. {hint}"
+            )
+    if not isinstance(comm, MPI.Comm):
+        raise TypeError(f"`comm` is the communicator of the job. Expected an mpi4py communicator. Received: {comm!r}")
+    if comm.size > 1 and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise LaunchError(
+            "keras_hpc communicates from several threads and needs MPI_THREAD_MULTIPLE, but MPI was initialized with "
+            f"less (level {MPI.Query_thread()}). Do not set mpi4py.rc.thread_level or mpi4py.rc.threads before "
+            "keras_hpc.init(), and use an MPI library built with thread support."
+        )
+    shared = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+    leader = np.array([comm.rank], dtype=np.int32)
+    shared.Bcast(leader, root=0)
+    shared.Free()
+    leaders = np.empty(comm.size, dtype=np.int32)
+    comm.Allgather(leader, leaders)
+    numbers = {int(rank): number for number, rank in enumerate(dict.fromkeys(leaders.tolist()))}
+    return World(comm, comm.rank, comm.size, [numbers[int(rank)] for rank in leaders])
+
+
+def threads_per_team(world: World, asked: int | Literal["auto"], *, needs_thread: bool) -> int:
+    """Collective: the number of communication threads, the same on all ranks.
+
+    Where ranks fill the cores of a single node, a thread hides nothing and only takes time from the step.
+    """
+    if asked != "auto":
+        return asked
+    if world.size == 1:
+        return 0
+    if needs_thread or world.node_count > 1:
+        return 1
+    cores = np.zeros(1024, dtype=np.uint8)
+    cores[[core for core in os.sched_getaffinity(0) if core < cores.size]] = 1
+    everyone = np.empty((world.size, cores.size), dtype=np.uint8)
+    world.comm.Allgather(cores, everyone)
+    return int(np.count_nonzero(everyone.any(axis=0)) > world.size)
+
+
+def library_name(world: World | None) -> str:
+    """Returns name and version of the MPI library, one line."""
+    if world is not None and world.comm is None:
+        return "no MPI"
+    from mpi4py import MPI
+
+    name: str = MPI.Get_library_version().replace("\x00", "")
+    return " ".join(name.split("\n")[0].replace("\t", " ").split()).split(", package")[0]
+
+
+def _ranks_started() -> str:
+    for variable, launcher in _SIZE_VARIABLES.items():
+        value = os.environ.get(variable, "")
+        if value.isdigit() and int(value) > 1:
+            return f"{launcher} started {value} processes ({variable}={value})"
+    return ""
+
+
+def _handle(thing: Any) -> int:
+    """An MPI handle as the signed integer that the engine casts back."""
+    from mpi4py import MPI
+
+    bits = 8 * MPI._sizeof(thing)
+    value = int(MPI._handleof(thing)) & ((1 << bits) - 1)
+    return value - (1 << bits) if value >> (bits - 1) else value

@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "algorithms/kernels.hpp"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "common/error.hpp"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+// One binary, every x86-64: the loader picks the version for the processor at hand. (ThreadSanitizer's own start-up
+// breaks the mechanism.)
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__SANITIZE_THREAD__)
+#define KHPC_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define KHPC_CLONES
+#endif
+#define KHPC_INLINE inline __attribute__((always_inline))
+
+namespace keras_hpc {
+namespace {
+
+struct Float16 {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <class To, class From>
+KHPC_INLINE To bit_cast(From value) {
+  To to;
+  static_assert(sizeof(To) == sizeof(From));
+  std::memcpy(&to, &value, sizeof to);
+  return to;
+}
+
+// Written without branches on the value, so that compilers make vector code of it.
+KHPC_INLINE float widen(Float16 value) {
+  const uint32_t sign = (value.bits & 0x8000u) << 16;
+  const uint32_t magnitude = value.bits & 0x7fffu;
+  // Shift exponent and mantissa into place; a multiplication by 2^112 corrects the bias, subnormals included.
+  const float finite = bit_cast<float>(magnitude << 13) * bit_cast<float>(0x77800000u);
+  const float special = bit_cast<float>(0x7f800000u | (magnitude << 13));  // infinity and NaN
+  return bit_cast<float>(bit_cast<uint32_t>(magnitude >= 0x7c00u ? special : finite) | sign);
+}
+KHPC_INLINE float widen(BFloat16 value) { return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
+KHPC_INLINE float widen(float value) { return value; }
+KHPC_INLINE double widen(double value) { return value; }
+KHPC_INLINE int32_t widen(int32_t value) { return value; }
+KHPC_INLINE int64_t widen(int64_t value) { return value; }
+
+// Round to nearest, ties to even.
+KHPC_INLINE void narrow(float value, Float16& to) {
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  // Normal result: round at bit 13, then rebias the exponent. Values beyond the range become infinity.
+  const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+  const uint32_t normal = rounded >= 0x47800000u ? 0x7c00u : (rounded - 0x38000000u) >> 13;
+  // Subnormal result: adding 0.5 lets the processor round at the right bit.
+  const uint32_t tiny = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+  const uint32_t finite = magnitude < 0x38800000u ? tiny : normal;
+  to.bits = static_cast<uint16_t>((magnitude > 0x7f800000u ? 0x7e00u : finite) | sign);
+}
+KHPC_INLINE void narrow(float value, BFloat16& to) {
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  to.bits = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
+}
+template <class T>
+KHPC_INLINE void narrow(T value, T& to) {
+  to = value;
+}
+
+template <Op op, class W>
+KHPC_INLINE W combine(W a, W b) {
+  if constexpr (op == Op::min) return (b < a || b != b) ? b : a;
+  if constexpr (op == Op::max) return (b > a || b != b) ? b : a;
+  if constexpr (std::is_integral_v<W>)  // sums of integers wrap around, as everywhere
+    return static_cast<W>(static_cast<std::make_unsigned_t<W>>(a) + static_cast<std::make_unsigned_t<W>>(b));
+  else
+    return a + b;
+}
+
+template <class T, Op op>
+KHPC_INLINE void accumulate_as(void* a, const void* b, size_t count) {
+  auto* x = static_cast<T*>(a);
+  const auto* y = static_cast<const T*>(b);
+  for (size_t i = 0; i < count; ++i) narrow(combine<op>(widen(x[i]), widen(y[i])), x[i]);
+}
+
+template <class T, Op op>
+KHPC_INLINE void reduce_as(const Source* sources, size_t n, bool weighted, double scale, void* out, void* copy,
+                           size_t count) {
+  using W = decltype(widen(T{}));
+  constexpr size_t block = 1024;  // elements; the sums stay in the first-level cache
+  W sums[block];
+  for (size_t begin = 0; begin < count; begin += block) {
+    const size_t m = std::min(block, count - begin);
+    for (size_t s = 0; s < n; ++s) {
+      const T* x = static_cast<const T*>(sources[s].data) + begin;
+      const W factor = static_cast<W>(sources[s].factor);
+      if (weighted && s == 0)
+        for (size_t i = 0; i < m; ++i) sums[i] = widen(x[i]) * factor;
+      else if (weighted)
+        for (size_t i = 0; i < m; ++i) sums[i] = combine<op>(sums[i], static_cast<W>(widen(x[i]) * factor));
+      else if (s == 0)
+        for (size_t i = 0; i < m; ++i) sums[i] = widen(x[i]);
+      else
+        for (size_t i = 0; i < m; ++i) sums[i] = combine<op>(sums[i], widen(x[i]));
+    }
+    if (n == 0) std::fill(sums, sums + m, W{});
+    if (scale != 1.0)
+      for (size_t i = 0; i < m; ++i) sums[i] = static_cast<W>(sums[i] * static_cast<W>(scale));
+    T* to = static_cast<T*>(out) + begin;
+    for (size_t i = 0; i < m; ++i) narrow(sums[i], to[i]);
+    if (copy != nullptr) std::memcpy(static_cast<T*>(copy) + begin, to, m * sizeof(T));
+  }
+}
+
+// Calls f with a value of the element type and a compile-time Op.
+template <class F>
+KHPC_INLINE void dispatch(DType dtype, Op op, F&& f) {
+  const auto with_op = [&](auto element) __attribute__((always_inline)) {
+    if (op == Op::min)
+      f(element, std::integral_constant<Op, Op::min>{});
+    else if (op == Op::max)
+      f(element, std::integral_constant<Op, Op::max>{});
+    else
+      f(element, std::integral_constant<Op, Op::sum>{});
+  };
+  switch (dtype) {
+    case DType::float16: return with_op(Float16{});
+    case DType::bfloat16: return with_op(BFloat16{});
+    case DType::float32: return with_op(float{});
+    case DType::float64: return with_op(double{});
+    case DType::int32: return with_op(int32_t{});
+    case DType::int64: return with_op(int64_t{});
+  }
+}
+
+constexpr const char* kDTypes[] = {"float16", "bfloat16", "float32", "float64", "int32", "int64"};
+constexpr const char* kOps[] = {"sum", "mean", "min", "max"};
+
+template <class Enum, size_t n>
+Enum parse(const char* const (&names)[n], const std::string& name, const char* what) {
+  std::string known;
+  for (size_t i = 0; i < n; ++i) {
+    if (name == names[i]) return static_cast<Enum>(i);
+    known += std::string(i ? ", " : "") + names[i];
+  }
+  throw Error(std::string("Unsupported ") + what + ". Expected one of " + known + ". Received: " + name);
+}
+
+}  // namespace
+
+size_t size_of(DType dtype) {
+  constexpr size_t sizes[] = {2, 2, 4, 8, 4, 8};
+  return sizes[static_cast<size_t>(dtype)];
+}
+DType parse_dtype(const std::string& name) { return parse<DType>(kDTypes, name, "dtype"); }
+Op parse_op(const std::string& name) { return parse<Op>(kOps, name, "op"); }
+const char* name_of(DType dtype) { return kDTypes[static_cast<size_t>(dtype)]; }
+const char* name_of(Op op) { return kOps[static_cast<size_t>(op)]; }
+
+KHPC_CLONES void reduce(DType dtype, Op op, const Source* sources, size_t n_sources, bool weighted, double scale,
+                        void* out, void* copy, size_t count) {
+  dispatch(dtype, op, [&](auto element, auto which) __attribute__((always_inline)) {
+    reduce_as<decltype(element), decltype(which)::value>(sources, n_sources, weighted, scale, out, copy, count);
+  });
+}
+
+KHPC_CLONES void accumulate(DType dtype, Op op, void* a, const void* b, size_t count) {
+  dispatch(dtype, op, [&](auto element, auto which) __attribute__((always_inline)) {
+    accumulate_as<decltype(element), decltype(which)::value>(a, b, count);
+  });
+}
+
+void copy_streaming(void* to, const void* from, size_t nbytes) {
+#if defined(__SSE2__)
+  auto* out = static_cast<std::byte*>(to);
+  const auto* in = static_cast<const std::byte*>(from);
+  const size_t head = std::min(nbytes, (64 - reinterpret_cast<uintptr_t>(out) % 64) % 64);
+  std::memcpy(out, in, head);
+  size_t i = head;
+  for (; i + 64 <= nbytes; i += 64) {  // whole cache lines
+    const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
+    const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i + 16));
+    const __m128i c = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i + 32));
+    const __m128i d = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i + 48));
+    _mm_stream_si128(reinterpret_cast<__m128i*>(out + i), a);
+    _mm_stream_si128(reinterpret_cast<__m128i*>(out + i + 16), b);
+    _mm_stream_si128(reinterpret_cast<__m128i*>(out + i + 32), c);
+    _mm_stream_si128(reinterpret_cast<__m128i*>(out + i + 48), d);
+  }
+  std::memcpy(out + i, in + i, nbytes - i);
+  _mm_sfence();
+#else
+  std::memcpy(to, from, nbytes);
+#endif
+}
+
+}  // namespace keras_hpc

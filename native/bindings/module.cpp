@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+// Conversions between Python and the engine; no algorithm.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/error.hpp"
+#include "engine/registry.hpp"
+#include "engine/team.hpp"
+#include "engine/trace.hpp"
+#include "mpi/library.hpp"
+#include "transport/in_process.hpp"
+#include "transport/mpi_transport.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace keras_hpc;
+
+namespace {
+
+// Memory of any dtype as bytes: NumPy has dtypes (bfloat16) that buffers cannot name, so the dtype comes beside it.
+// .noconvert() on every argument of this type: otherwise an operation in place would work on a temporary copy.
+using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// A team and its numbers for the frameworks' operations.
+class PyTeam {
+ public:
+  PyTeam(std::unique_ptr<Transport> transport, int number, int threads, double timeout_seconds, double stall_seconds)
+      : team_(std::make_unique<Team>(std::move(transport), number,
+                                     TeamOptions{threads, timeout_seconds, stall_seconds})),
+        id_(registry::add(team_.get())) {}
+  ~PyTeam() { close(); }
+
+  Team& get() const {
+    if (!team_) throw Error("This team is closed: keras_hpc.finalize() was called.");
+    return *team_;
+  }
+  int id() const { return id_; }
+  void close() {
+    if (!team_) return;
+    registry::remove(team_.get());
+    team_.reset();
+  }
+
+ private:
+  std::unique_ptr<Team> team_;
+  int id_;
+};
+
+struct PyPlan {
+  const PyTeam* owner;  // kept alive by Python
+  Plan* plan;           // valid while the owner is open
+  int id;
+
+  Team& team() const { return owner->get(); }
+
+  void check(int tensor, size_t nbytes) const {
+    if (tensor < 0 || tensor >= plan->layout().tensor_count())
+      throw nb::index_error(("The plan has no tensor number " + std::to_string(tensor)).c_str());
+    if (nbytes != plan->layout().range(tensor).size())
+      throw nb::value_error(("Tensor '" + plan->tensors()[static_cast<size_t>(tensor)].name + "' has " +
+                             std::to_string(plan->layout().range(tensor).size()) +
+                             " bytes in the plan. Received: " + std::to_string(nbytes))
+                                .c_str());
+  }
+};
+
+using Spec = std::tuple<std::string, std::string, int64_t>;
+
+PyPlan make_plan(const PyTeam& team, const std::string& name, const std::vector<Spec>& tensors, const std::string& op,
+                 bool weighted) {
+  std::vector<TensorSpec> specs;
+  for (const auto& [tensor, dtype, count] : tensors) specs.push_back({tensor, parse_dtype(dtype), count});
+  Plan& plan = team.get().make_plan(name, specs, parse_op(op), weighted);
+  return {&team, &plan, registry::add(&team.get(), &plan)};
+}
+
+void allreduce(const PyTeam& team, const Bytes& data, const std::string& dtype, const std::string& op) {
+  const DType type = parse_dtype(dtype);
+  team.get().allreduce(data.data(), static_cast<int64_t>(data.size() / size_of(type)), type, parse_op(op));
+}
+
+void allgather(const PyTeam& team, const ConstBytes& in, const Bytes& out, const std::vector<int64_t>& counts) {
+  size_t total = 0;
+  for (const int64_t count : counts) total += static_cast<size_t>(count);
+  if (counts.size() != static_cast<size_t>(team.get().topology().size) || total != out.size())
+    throw nb::value_error("allgather: the counts do not match the ranks or the size of `out`.");
+  team.get().allgather(in.data(), out.data(), std::vector<size_t>(counts.begin(), counts.end()));
+}
+
+nb::dict report(const PyTeam& team) {
+  const TeamReport r = team.get().report();
+  nb::dict d;
+  d["steps"] = r.steps;
+  d["bytes"] = r.bytes;
+  d["plan_bytes"] = r.plan_bytes;
+  d["segment_bytes"] = r.segment_bytes;
+  d["exposed_seconds"] = r.exposed_seconds;
+  d["progress_seconds"] = r.progress_seconds;
+  return d;
+}
+
+nb::list take_trace() {
+  nb::list events;
+  for (const trace::Event& e : trace::take()) events.append(nb::make_tuple(e.name, e.kind, e.team, e.begin, e.end));
+  return events;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "The engine of keras_hpc. Use keras_hpc, not this module.";
+  const auto release = nb::call_guard<nb::gil_scoped_release>();
+
+  auto error = nb::exception<Error>(m, "Error", PyExc_RuntimeError);
+  nb::exception<PlanMismatch>(m, "PlanMismatchError", error);
+  nb::exception<Timeout>(m, "TimeoutError", error);
+
+  nb::class_<Transport>(m, "Transport");
+  m.def(
+      "mpi_transport",
+      [](const std::string& module_path, int handle_size, intptr_t comm, intptr_t byte, intptr_t errors_return,
+         intptr_t status_ignore, const std::vector<int>& node_of_rank) {
+        return make_mpi_transport(
+            mpi::connect(module_path, handle_size, comm, {byte, errors_return, status_ignore}),
+            node_of_rank);
+      },
+      "module_path"_a, "handle_size"_a, "comm"_a, "byte"_a, "errors_return"_a, "status_ignore"_a,
+      "node_of_rank"_a, "Collective: a transport over the MPI library that mpi4py has loaded.");
+  m.def(
+      "in_process_transports",
+      [](const std::vector<int>& node_of_rank) {
+        nb::list transports;
+        for (auto& transport : make_in_process_transports(node_of_rank)) transports.append(nb::cast(std::move(transport)));
+        return transports;
+      },
+      "node_of_rank"_a, "One transport per rank; ranks are threads of this process.");
+
+  nb::class_<PyPlan>(m, "Plan")
+      .def_ro("id", &PyPlan::id)
+      .def(
+          "start",
+          [](const PyPlan& plan, int tensor, const Bytes& data, double weight) {
+            Team& team = plan.team();
+            plan.check(tensor, data.size());
+            const nb::gil_scoped_release released;
+            team.start(*plan.plan, tensor, data.data(), weight);
+          },
+          "tensor"_a, "data"_a.noconvert(), "weight"_a = 1.0)
+      .def(
+          "wait",
+          [](const PyPlan& plan, int tensor) {
+            Team& team = plan.team();
+            plan.check(tensor, plan.plan->layout().range(tensor).size());
+            const nb::gil_scoped_release released;
+            team.wait(*plan.plan, tensor);
+          },
+          "tensor"_a);
+
+  nb::class_<PyTeam>(m, "Team")
+      .def(nb::init<std::unique_ptr<Transport>, int, int, double, double>(), release, "transport"_a, "number"_a,
+           "threads"_a, "timeout_seconds"_a, "stall_seconds"_a, "Collective.")
+      .def_prop_ro("id", &PyTeam::id)
+      .def_prop_ro("rank", [](const PyTeam& team) { return team.get().topology().rank; })
+      .def_prop_ro("size", [](const PyTeam& team) { return team.get().topology().size; })
+      .def_prop_ro("node_count", [](const PyTeam& team) { return team.get().topology().node_count; })
+      .def_prop_ro("threads", [](const PyTeam& team) { return team.get().threads(); })
+      .def("plan", &make_plan, release, "name"_a, "tensors"_a, "op"_a, "weighted"_a, nb::keep_alive<0, 1>(),
+           "Collective: a plan for tensors (name, dtype, count).")
+      .def("allreduce", &allreduce, release, "data"_a.noconvert(), "dtype"_a, "op"_a)
+      .def(
+          "broadcast",
+          [](const PyTeam& team, const Bytes& data, int root) { team.get().broadcast(data.data(), data.size(), root); },
+          release, "data"_a.noconvert(), "root"_a)
+      .def("allgather", &allgather, release, "data"_a.noconvert(), "out"_a.noconvert(), "nbytes_by_rank"_a)
+      .def(
+          "allgather_count", [](const PyTeam& team, int64_t mine) { return team.get().allgather_count(mine); }, release,
+          "mine"_a)
+      .def(
+          "barrier", [](const PyTeam& team) { team.get().barrier(); }, release)
+      .def(
+          "agree",
+          [](const PyTeam& team, const std::string& what, const std::vector<std::string>& items) {
+            team.get().agree(what, items);
+          },
+          release, "what"_a, "items"_a)
+      .def("leave", [](const PyTeam& team) { team.get().leave(); })
+      .def("report", &report)
+      .def("close", &PyTeam::close, release, "Collective.");
+
+  m.def("set_tracing", [](bool enabled) { trace::enabled = enabled; }, "enabled"_a);
+  m.def("take_trace", &take_trace, "Events (name, kind, team, begin, end) since the last call; seconds.");
+}

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/waiting.hpp"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <climits>
+#include <cmath>
+
+namespace keras_hpc {
+namespace {
+
+// Not FUTEX_PRIVATE: the word may be shared between processes.
+long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
+  return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr, 0);
+}
+
+}  // namespace
+
+void Bell::ring() {
+  // Pairs with the waiter's increment of `sleepers` before it looks again: one of the two sees the other.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (sleepers.load(std::memory_order_seq_cst) == 0) return;
+  rings.fetch_add(1, std::memory_order_seq_cst);
+  futex(rings, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+void Bell::sleep(uint32_t seen, double seconds) {
+  timespec timeout{};
+  timeout.tv_sec = static_cast<time_t>(seconds);
+  timeout.tv_nsec = static_cast<long>((seconds - std::floor(seconds)) * 1e9);
+  futex(rings, FUTEX_WAIT, seen, &timeout);
+}
+
+void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace keras_hpc

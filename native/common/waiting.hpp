@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a thread waits for another rank of its node: a short spin, then sleep in the kernel (futex). Yielding is left out
+// on purpose: MPICH's launcher gives each rank a session of its own, and with the kernel's autogroup scheduling
+// sched_yield then yields to nobody, which is a thousand times slower when ranks outnumber cores.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace keras_hpc {
+
+using Clock = std::chrono::steady_clock;
+
+inline double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+// What threads of one rank sleep on. Lies in memory shared by the node; whoever changes something that this rank may be
+// waiting for rings it. Ringing costs one load while nobody sleeps.
+struct alignas(128) Bell {
+  std::atomic<uint32_t> rings;
+  std::atomic<uint32_t> sleepers;
+  std::atomic<uint32_t> left;  // this rank takes no part in communication any more
+
+  void ring();
+  // Sleeps until the next ring after `seen` (a value of `rings`), at most `seconds`.
+  void sleep(uint32_t seen, double seconds);
+};
+static_assert(std::atomic<uint32_t>::is_always_lock_free);
+
+void relax();  // tells the processor that this is a spin loop
+
+// Seconds of spinning before the first sleep: an answer that is on its way arrives within it.
+constexpr double kSpin = 20e-6;
+
+// Waits until ready() is true or `seconds` have passed; returns ready()'s last value. ready() may do work that makes
+// itself true. While polling() is true something outside this node is awaited, which rings no bell: sleep briefly.
+template <class Ready, class Polling>
+bool wait_for(Bell& bell, double seconds, Ready&& ready, Polling&& polling) {
+  const auto begin = Clock::now();
+  do {
+    for (int i = 0; i < 16; ++i) {
+      if (ready()) return true;
+      relax();
+    }
+  } while (seconds_since(begin) < kSpin);
+  double nap = 2e-6;
+  while (seconds_since(begin) < seconds) {
+    bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t seen = bell.rings.load(std::memory_order_seq_cst);
+    const bool is_ready = ready();
+    if (!is_ready) {
+      const double left = std::max(seconds - seconds_since(begin), 1e-6);
+      bell.sleep(seen, polling() ? std::min(nap, left) : std::min(left, 1.0));
+      nap = std::min(2 * nap, 50e-6);
+    }
+    bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    if (is_ready) return true;
+  }
+  return ready();
+}
+
+}  // namespace keras_hpc

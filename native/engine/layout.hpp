@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where the tensors of a plan lie in its buffer, and how the buffer is cut. Pure arithmetic, the same on every rank.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "algorithms/kernels.hpp"
+
+namespace keras_hpc {
+
+struct TensorSpec {
+  std::string name;
+  DType dtype;
+  int64_t count;  // elements
+};
+
+// What is reduced at once: a range of the buffer that holds some small tensors, or a part of a large one. Never two
+// dtypes. Its bytes are cut into one slice per owner.
+struct Bucket {
+  size_t begin, end;  // bytes in the buffer
+  int first, last;    // tensors
+  DType dtype;
+  int lane;    // the lane that reduces it
+  int number;  // its place among the lane's buckets: they are reduced in this order
+};
+
+struct Range {
+  size_t begin, end;
+  bool empty() const { return begin >= end; }
+  size_t size() const { return empty() ? 0 : end - begin; }
+};
+
+class Layout {
+ public:
+  // Buckets of at most `bucket_bytes` are dealt to the lanes in turn.
+  Layout(const std::vector<TensorSpec>& tensors, int lanes, size_t bucket_bytes = size_t{1} << 20);
+
+  int tensor_count() const { return static_cast<int>(ranges_.size()); }
+  size_t nbytes() const { return nbytes_; }
+  // The tensor's place in the buffer; aligned to 64 bytes.
+  const Range& range(int tensor) const { return ranges_[static_cast<size_t>(tensor)]; }
+  const std::vector<Bucket>& buckets() const { return buckets_; }
+  // Indices of the buckets that hold the tensor: [first, second).
+  std::pair<int, int> buckets_of(int tensor) const { return buckets_of_[static_cast<size_t>(tensor)]; }
+  const std::vector<int>& buckets_of_lane(int lane) const { return lanes_[static_cast<size_t>(lane)]; }
+
+  // Slice `slice` of `owners` of a bucket; slices begin at multiples of 64 bytes.
+  static Range slice(const Bucket& bucket, int slice, int owners);
+  // The part of the tensor within a range of the buffer.
+  Range part(int tensor, const Range& within) const;
+
+  // For a plan of one tensor and one bucket: another dtype and length within the same buffer.
+  void reshape(DType dtype, int64_t count);
+
+ private:
+  void add_bucket(Bucket bucket);
+
+  std::vector<Range> ranges_;
+  std::vector<std::pair<int, int>> buckets_of_;
+  std::vector<Bucket> buckets_;
+  std::vector<std::vector<int>> lanes_;
+  size_t nbytes_ = 0;
+};
+
+}  // namespace keras_hpc

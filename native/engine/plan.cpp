@@ -1,0 +1,388 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/plan.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "common/error.hpp"
+#include "engine/trace.hpp"
+
+namespace keras_hpc {
+namespace {
+
+size_t at(int i) { return static_cast<size_t>(i); }
+constexpr size_t kPage = 4096;
+size_t pages(size_t nbytes) { return (nbytes + kPage - 1) / kPage * kPage; }
+
+// Reductions across nodes that one lane keeps on the way for one plan.
+constexpr int kInFlight = 4;
+// Point-to-point tags: each plan has a block of them, one per bucket on the way and one for the weights. Plans further
+// apart than kTagBlocks share a block, which would matter only if both ran at the same time. MPI promises 32,767 tags.
+constexpr int kTagsPerPlan = 8;
+constexpr int kTagBlocks = 4000;
+constexpr int kHeaderPlace = kInFlight;
+// Copies bypass the caches when a step's tensors would not stay in them anyway.
+constexpr size_t kStreamingBytes = size_t{8} << 20;
+
+// dtype, op and count of a call as one number that a double holds exactly.
+int64_t make_signature(DType dtype, Op op, int64_t count) {
+  return (count << 5) | (static_cast<int64_t>(dtype) << 2) | static_cast<int64_t>(op);
+}
+std::string describe_signature(int64_t signature) {
+  const auto dtype = static_cast<DType>((signature >> 2) & 7);
+  const auto op = static_cast<Op>(signature & 3);
+  return std::string(name_of(op)) + " of " + std::to_string(signature >> 5) + " x " + name_of(dtype);
+}
+
+}  // namespace
+
+struct Plan::Counter {
+  alignas(64) std::atomic<uint64_t> value;
+};
+
+struct alignas(128) Plan::Shared {
+  std::atomic<uint64_t> consumed;  // executions whose results this rank has copied out
+  double weight;                   // of the current execution; written before `packed` is raised
+  int64_t signature;               // likewise
+};
+
+Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<TensorSpec> tensors, Op op, bool weighted,
+           int lanes, Transport& transport, Channel& control)
+    : team_(team),
+      topology_(*team.topology),
+      number_(number),
+      name_(std::move(name)),
+      tensors_(std::move(tensors)),
+      op_(op),
+      weighted_(weighted && op == Op::mean),
+      layout_(tensors_, lanes),
+      data_(tensors_.size()),
+      states_(tensors_.size(), State::idle),
+      unpacked_tensors_(layout_.buckets().size()),
+      is_packed_(layout_.buckets().size()),
+      packed_front_(at(lanes)),
+      lanes_(at(lanes)) {
+  for (const TensorSpec& tensor : tensors_)
+    if (op == Op::mean && (tensor.dtype == DType::int32 || tensor.dtype == DType::int64))
+      throw Error("The mean of integers is not an integer. Expected op sum, min or max for '" + tensor.name + "'.");
+  if (topology_.size == 1) return;  // the result is the tensor
+  const auto local = at(topology_.local_size());
+  const size_t control_bytes = pages(local * sizeof(Shared) + 2 * at(lanes) * local * sizeof(Counter));
+  const size_t slots = std::max<size_t>(1, local - 1);
+  segment_ = transport.open_segment(control, control_bytes + slots * pages(layout_.nbytes()));
+  shared_ = reinterpret_cast<Shared*>(segment_->data());
+  packed_ = reinterpret_cast<Counter*>(shared_ + local);
+  reduced_ = packed_ + at(lanes) * local;
+  slots_ = segment_->data() + control_bytes;
+  streaming_ = layout_.nbytes() >= kStreamingBytes;
+}
+
+// ---- the execution, from the threads of the framework
+
+void Plan::start(int tensor, void* data, double weight) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!active_) begin(weight);
+    if (states_[at(tensor)] != State::idle)
+      throw Error(describe(tensor) + " was started twice without a wait in between.");
+    states_[at(tensor)] = State::started;
+    data_[at(tensor)] = static_cast<std::byte*>(data);
+  }
+  if (topology_.size > 1) pack(tensor);
+}
+
+void Plan::begin(double weight) {
+  if (topology_.size > 1) {
+    // Peers may still be copying the previous results out of the memory that is now written to.
+    const uint64_t previous = step_;
+    const auto all_consumed = [&] {
+      for (int r = 0; r < topology_.local_size(); ++r)
+        if (shared_[r].consumed.load(std::memory_order_seq_cst) < previous) return false;
+      return true;
+    };
+    if (!wait_for(team_.my_bell(), team_.timeout_seconds, all_consumed, [] { return false; }))
+      throw Timeout("A rank of this node did not finish step " + std::to_string(previous) + " of plan '" + name_ +
+                    "' within the time limit.");
+    shared_[topology_.local_rank].weight = weight;
+    shared_[topology_.local_rank].signature = signature_;
+  }
+  for (size_t b = 0; b < layout_.buckets().size(); ++b) {
+    const Bucket& bucket = layout_.buckets()[b];
+    int held = 0;
+    for (int t = bucket.first; t <= bucket.last; ++t) held += !layout_.part(t, {bucket.begin, bucket.end}).empty();
+    unpacked_tensors_[b].store(held, std::memory_order_relaxed);
+    is_packed_[b] = 0;
+  }
+  std::fill(packed_front_.begin(), packed_front_.end(), 0);
+  std::fill(states_.begin(), states_.end(), State::idle);
+  finished_ = 0;
+  active_ = true;
+  step_.fetch_add(1, std::memory_order_seq_cst);
+}
+
+void Plan::pack(int tensor) {
+  const auto [first, last] = layout_.buckets_of(tensor);
+  const int me = topology_.local_rank;
+  for (int b = first; b < last; ++b) {
+    const Bucket& bucket = layout_.buckets()[at(b)];
+    for (int owner = 0; owner < topology_.owners; ++owner) {
+      if (owner == me) continue;
+      const Range part = layout_.part(tensor, Layout::slice(bucket, owner, topology_.owners));
+      if (part.empty()) continue;
+      std::byte* to = slot(owner, me) + part.begin;
+      const std::byte* from = data_[at(tensor)] + (part.begin - layout_.range(tensor).begin);
+      if (streaming_)
+        copy_streaming(to, from, part.size());
+      else
+        std::memcpy(to, from, part.size());
+    }
+    if (unpacked_tensors_[at(b)].fetch_sub(1, std::memory_order_acq_rel) == 1) bucket_is_packed(b);
+  }
+}
+
+void Plan::bucket_is_packed(int b) {
+  {
+    const std::lock_guard lock(pack_mutex_);
+    is_packed_[at(b)] = 1;
+    const int lane = layout_.buckets()[at(b)].lane;
+    const auto& buckets = layout_.buckets_of_lane(lane);
+    size_t& front = packed_front_[at(lane)];
+    const size_t before = front;
+    while (front < buckets.size() && is_packed_[at(buckets[front])]) ++front;
+    if (front == before) return;
+    packed_[at(lane * topology_.local_size() + topology_.local_rank)].value.store(
+        (step_ - 1) * buckets.size() + front, std::memory_order_seq_cst);
+  }
+  team_.ring_node();
+}
+
+uint64_t Plan::target(const Bucket& bucket) const {
+  return (step_ - 1) * layout_.buckets_of_lane(bucket.lane).size() + static_cast<uint64_t>(bucket.number) + 1;
+}
+
+bool Plan::is_reduced(int tensor) const {
+  if (topology_.size == 1) return true;
+  const auto [first, last] = layout_.buckets_of(tensor);
+  for (int b = first; b < last; ++b) {
+    const Bucket& bucket = layout_.buckets()[at(b)];
+    const Counter* reduced = reduced_ + at(bucket.lane * topology_.local_size());
+    for (int owner = 0; owner < topology_.owners; ++owner)
+      if (reduced[owner].value.load(std::memory_order_seq_cst) < target(bucket)) return false;
+  }
+  return true;
+}
+
+void Plan::finish(int tensor) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (states_[at(tensor)] != State::started) throw Error(describe(tensor) + " was waited for but not started.");
+    states_[at(tensor)] = State::finished;
+  }
+  if (topology_.size > 1) {
+    const auto [first, last] = layout_.buckets_of(tensor);
+    for (int b = first; b < last; ++b)
+      for (int owner = 0; owner < topology_.owners; ++owner) {
+        if (owner == topology_.local_rank) continue;
+        const Range part = layout_.part(tensor, Layout::slice(layout_.buckets()[at(b)], owner, topology_.owners));
+        if (part.empty()) continue;
+        const int result = topology_.local_size() > 1 ? (owner + 1) % topology_.local_size() : 0;
+        std::memcpy(data_[at(tensor)] + (part.begin - layout_.range(tensor).begin), slot(owner, result) + part.begin,
+                    part.size());
+      }
+  }
+  const std::lock_guard lock(mutex_);
+  if (++finished_ < layout_.tensor_count()) return;
+  active_ = false;
+  bytes_reduced += layout_.nbytes();
+  if (topology_.size == 1) return;
+  shared_[topology_.local_rank].consumed.store(step_, std::memory_order_seq_cst);
+  team_.ring_node();
+}
+
+// ---- reduction, from whichever thread holds the lane
+
+// What contributor `r` sends to `owner` lies in slot (r - owner - 1) mod L; the result overwrites slot 0.
+std::byte* Plan::slot(int owner, int contributor) const {
+  const int local = topology_.local_size();
+  const int index = local > 1 ? (contributor - owner - 1 + local) % local : 0;
+  return slots_ + at(index) * pages(layout_.nbytes());
+}
+
+int Plan::network_tag(int place) const { return (number_ % kTagBlocks) * kTagsPerPlan + place; }
+
+bool Plan::advance(int lane_number, Channel& channel) {
+  if (topology_.size == 1 || topology_.local_rank >= topology_.owners) return false;
+  LaneState& lane = lanes_[at(lane_number)];
+  const auto& buckets = layout_.buckets_of_lane(lane_number);
+  bool advanced = false;
+  while (!buckets.empty() && lane.operations.size() < kInFlight) {
+    const Counter* packed = packed_ + at(lane_number * topology_.local_size());
+    bool ready = true;
+    for (int r = 0; r < topology_.local_size() && ready; ++r)
+      ready = packed[r].value.load(std::memory_order_seq_cst) > lane.next;
+    if (!ready || !know_weights(lane, lane.next / buckets.size() + 1, channel)) break;
+    const int b = buckets[lane.next % buckets.size()];
+    const Bucket& bucket = layout_.buckets()[at(b)];
+    const auto begin = Clock::now();
+    reduce(bucket, lane);
+    if (trace::enabled) trace::record(name_ + "/" + std::to_string(b), "reduce", team_.number, begin);
+    if (topology_.node_count == 1) {
+      publish(lane_number);
+    } else {
+      const Range slice = Layout::slice(bucket, topology_.local_rank, topology_.owners);
+      std::unique_ptr<Allreduce> operation;
+      if (!slice.empty())
+        operation = make_allreduce({channel, topology_.peers_of_slice(topology_.local_rank), topology_.node,
+                                    slot(topology_.local_rank, (topology_.local_rank + 1) % topology_.local_size()) +
+                                        slice.begin,
+                                    slice.size() / size_of(bucket.dtype), bucket.dtype, op_,
+                                    network_tag(static_cast<int>(lane.next % kInFlight))});
+      lane.operations.push_back({b, std::move(operation), Clock::now()});
+      lane.in_flight.store(static_cast<int>(lane.operations.size()), std::memory_order_relaxed);
+    }
+    ++lane.next;
+    advanced = true;
+  }
+  for (InFlight& f : lane.operations) {
+    if (!f.operation || !f.operation->advance()) continue;
+    f.operation.reset();
+    const Bucket& bucket = layout_.buckets()[at(f.bucket)];
+    copy_result(bucket, Layout::slice(bucket, topology_.local_rank, topology_.owners));
+    if (trace::enabled) trace::record(name_ + "/" + std::to_string(f.bucket), "network", team_.number, f.begin);
+  }
+  while (!lane.operations.empty() && !lane.operations.front().operation) {
+    publish(lane_number);
+    lane.operations.pop_front();
+    lane.in_flight.store(static_cast<int>(lane.operations.size()), std::memory_order_relaxed);
+    advanced = true;
+  }
+  return advanced;
+}
+
+// The weights of an execution: on this node they lie in the segment; from other nodes they come in one small message.
+bool Plan::know_weights(LaneState& lane, uint64_t step, Channel& channel) {
+  if (lane.headers_step == step) return true;
+  const auto size = at(topology_.size);
+  if (!lane.header_exchange) {
+    lane.headers.assign(2 * size, 0.0);
+    for (int r = 0; r < topology_.local_size(); ++r) {
+      const auto rank = at(topology_.local_ranks()[at(r)]);
+      lane.headers[rank] = shared_[r].weight;
+      lane.headers[size + rank] = static_cast<double>(shared_[r].signature);
+    }
+  }
+  if (topology_.node_count > 1 && (weighted_ || signature_ != 0)) {
+    if (!lane.header_exchange) {
+      lane.header_exchange = recursive_doubling({channel, topology_.peers_of_slice(topology_.local_rank),
+                                                 topology_.node, lane.headers.data(), lane.headers.size(),
+                                                 DType::float64, Op::sum, network_tag(kHeaderPlace)});
+      lane.in_flight.fetch_add(1);
+    }
+    if (!lane.header_exchange->advance()) return false;
+    lane.header_exchange.reset();
+    lane.in_flight.store(static_cast<int>(lane.operations.size()), std::memory_order_relaxed);
+  }
+  use_weights(lane);
+  lane.headers_step = step;
+  return true;
+}
+
+void Plan::use_weights(LaneState& lane) const {
+  const auto size = at(topology_.size);
+  const double* weights = lane.headers.data();
+  if (signature_ != 0)
+    for (size_t r = 0; r < size; ++r) {
+      const auto theirs = static_cast<int64_t>(lane.headers[size + r]);
+      if (theirs != signature_)
+        throw PlanMismatch("Ranks disagree on what to reduce: rank " + std::to_string(topology_.rank) + " asks for the " +
+                           describe_signature(signature_) + ", rank " + std::to_string(r) + " for the " +
+                           describe_signature(theirs) + ".");
+    }
+  lane.weighted = false;
+  lane.scale = op_ == Op::mean ? 1.0 / static_cast<double>(size) : 1.0;
+  if (!weighted_) return;
+  double total = 0;
+  bool equal = true;
+  for (size_t r = 0; r < size; ++r) {
+    total += weights[r];
+    equal = equal && weights[r] == weights[0];
+  }
+  if (equal && total > 0) return;  // a plain mean, to the last bit
+  lane.weighted = true;
+  lane.scale = 1.0;
+  lane.factors.clear();
+  for (const int rank : topology_.local_ranks()) lane.factors.push_back(total > 0 ? weights[at(rank)] / total : 0.0);
+}
+
+void Plan::reduce(const Bucket& bucket, const LaneState& lane) {
+  const int me = topology_.local_rank;
+  const int local = topology_.local_size();
+  const Range slice = Layout::slice(bucket, me, topology_.owners);
+  std::vector<Source> sources;
+  sources.reserve(at(local));
+  for (int t = bucket.first; t <= bucket.last; ++t) {
+    const Range part = layout_.part(t, slice);
+    if (part.empty()) continue;
+    std::byte* mine = data_[at(t)] + (part.begin - layout_.range(t).begin);
+    sources.clear();
+    for (int r = 0; r < local; ++r) {
+      const double factor = lane.weighted ? lane.factors[at(r)] : 1.0;
+      if (factor == 0.0) continue;  // has no samples in this step; its values may be NaN
+      sources.push_back({r == me ? mine : slot(me, r) + part.begin, factor});
+    }
+    keras_hpc::reduce(bucket.dtype, op_, sources.data(), sources.size(), lane.weighted, lane.scale,
+                      slot(me, (me + 1) % local) + part.begin, topology_.node_count == 1 ? mine : nullptr,
+                      part.size() / size_of(bucket.dtype));
+  }
+}
+
+void Plan::copy_result(const Bucket& bucket, const Range& slice) {
+  const int me = topology_.local_rank;
+  for (int t = bucket.first; t <= bucket.last; ++t) {
+    const Range part = layout_.part(t, slice);
+    if (!part.empty())
+      std::memcpy(data_[at(t)] + (part.begin - layout_.range(t).begin),
+                  slot(me, (me + 1) % topology_.local_size()) + part.begin, part.size());
+  }
+}
+
+void Plan::publish(int lane_number) {
+  LaneState& lane = lanes_[at(lane_number)];
+  reduced_[at(lane_number * topology_.local_size() + topology_.local_rank)].value.store(++lane.published,
+                                                                                       std::memory_order_seq_cst);
+  team_.ring_node();
+}
+
+// ---- the rest
+
+void Plan::reshape(DType dtype, Op op, int64_t count, int64_t total) {
+  tensors_[0].dtype = dtype;
+  tensors_[0].count = count;
+  op_ = op;
+  layout_.reshape(dtype, count);
+  signature_ = make_signature(dtype, op, total);
+}
+
+std::vector<int> Plan::missing_ranks(int tensor) const {
+  std::vector<int> missing;
+  const auto [first, last] = layout_.buckets_of(tensor);
+  for (int r = 0; r < topology_.local_size(); ++r)
+    for (int b = first; b < last; ++b) {
+      const Bucket& bucket = layout_.buckets()[at(b)];
+      const Counter& packed = packed_[bucket.lane * topology_.local_size() + r];
+      if (packed.value.load(std::memory_order_seq_cst) >= target(bucket)) continue;
+      missing.push_back(topology_.local_ranks()[at(r)]);
+      break;
+    }
+  if (!missing.empty()) return missing;
+  for (const auto& ranks : topology_.ranks_of_node)  // this node is complete: somebody on another one is late
+    if (&ranks != &topology_.local_ranks()) missing.insert(missing.end(), ranks.begin(), ranks.end());
+  return missing;
+}
+
+std::string Plan::describe(int tensor) const {
+  return "Tensor '" + tensors_[at(tensor)].name + "' of plan '" + name_ + "' (team " + std::to_string(team_.number) +
+         ", step " + std::to_string(step()) + ", rank " + std::to_string(topology_.rank) + ")";
+}
+
+}  // namespace keras_hpc

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// A plan: a fixed list of tensors that a team reduces together, again and again, and the memory to do it.
+//
+// The ranks of a node share one segment per plan. For bucket b, cut into slices j = 0..owners-1 (Topology::owners):
+//   start    rank r copies every slice that it does not own into the segment, where the owner finds it, and raises its
+//            counter `packed`. Its own slice is not copied.
+//   reduce   once all ranks of the node have packed the bucket, the owner adds up its slice in rank order, its own part
+//            straight from the tensor; writes the result into the segment and into its own tensor; across nodes, an
+//            allreduce between the owners of the slice comes in between; then it raises its counter `reduced`.
+//   wait     rank r copies the slices that others reduced from the segment into its tensor; after the last tensor it
+//            raises `consumed`, and the memory is free for the next execution.
+// Each rank moves (L-1)/L of its bytes in and out, L ranks per node, and the segment takes (L-1)/L of the bytes per rank
+// (all of them where L = 1): never more than one extra copy of the tensors.
+// All counters only grow, so nothing is ever reset, and no bucket needs more than two synchronisations.
+#pragma once
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "algorithms/allreduce.hpp"
+#include "common/waiting.hpp"
+#include "engine/layout.hpp"
+#include "transport/transport.hpp"
+
+namespace keras_hpc {
+
+// What a plan needs to know of its team.
+struct TeamContext {
+  int number = 0;
+  const Topology* topology = nullptr;
+  Bell* bells = nullptr;  // one per local rank
+  double timeout_seconds = 300;
+
+  void ring_node() const {
+    for (int r = 0; r < topology->local_size(); ++r) bells[r].ring();
+  }
+  Bell& my_bell() const { return bells[topology->local_rank]; }
+};
+
+class Plan {
+ public:
+  // Collective on the team, with the same arguments on every rank.
+  Plan(const TeamContext& team, int number, std::string name, std::vector<TensorSpec> tensors, Op op, bool weighted,
+       int lanes, Transport& transport, Channel& control);
+
+  // One execution: start of every tensor, then, once is_reduced, finish of every tensor. Thread-safe.
+  void start(int tensor, void* data, double weight);
+  bool is_reduced(int tensor) const;
+  void finish(int tensor);
+
+  // Does what can be done now on one lane: reduces buckets that all ranks of the node have packed, drives the network.
+  // One thread at a time per lane. True if anything was done.
+  bool advance(int lane, Channel& channel);
+  bool uses_network(int lane) const { return lanes_[static_cast<size_t>(lane)].in_flight > 0; }
+
+  // For a plan of one tensor, between executions: another shape. Ranks that call it with different arguments get
+  // PlanMismatch from the next execution. `total` is the whole call's count, of which this may be a part.
+  void reshape(DType dtype, Op op, int64_t count, int64_t total);
+
+  const std::string& name() const { return name_; }
+  const std::vector<TensorSpec>& tensors() const { return tensors_; }
+  const Layout& layout() const { return layout_; }
+  uint64_t step() const { return step_.load(std::memory_order_relaxed); }
+  size_t segment_bytes() const { return segment_ ? segment_->nbytes() : 0; }
+  // Ranks that have not done their part of this tensor, as far as this rank can see.
+  std::vector<int> missing_ranks(int tensor) const;
+  std::string describe(int tensor) const;
+  std::atomic<uint64_t> bytes_reduced{0};
+
+ private:
+  struct Shared;  // counters of one local rank, in the segment
+  struct Counter;
+  struct InFlight {
+    int bucket;
+    std::unique_ptr<Allreduce> operation;  // null: finished
+    Clock::time_point begin;
+  };
+  // Progress of one lane. Only the thread that holds the lane's lock touches it.
+  struct LaneState {
+    uint64_t next = 0;       // buckets whose reduction has begun, over all executions
+    uint64_t published = 0;  // buckets whose result is visible to the node
+    std::deque<InFlight> operations;
+    std::atomic<int> in_flight{0};
+    uint64_t headers_step = 0;  // the execution whose weights are known
+    std::vector<double> headers;
+    std::unique_ptr<Allreduce> header_exchange;
+    bool weighted = false;
+    double scale = 1;
+    std::vector<double> factors;  // of the local ranks
+  };
+
+  void begin(double weight);
+  void pack(int tensor);
+  void bucket_is_packed(int bucket);
+  bool know_weights(LaneState& lane, uint64_t step, Channel& channel);
+  void use_weights(LaneState& lane) const;
+  void reduce(const Bucket& bucket, const LaneState& lane);
+  void copy_result(const Bucket& bucket, const Range& slice);
+  void publish(int lane);
+  std::byte* slot(int owner, int contributor) const;
+  uint64_t target(const Bucket& bucket) const;
+  int network_tag(int place) const;
+
+  const TeamContext& team_;
+  const Topology& topology_;
+  const int number_;
+  const std::string name_;
+  std::vector<TensorSpec> tensors_;
+  Op op_;
+  const bool weighted_;
+  Layout layout_;
+  std::unique_ptr<Segment> segment_;
+  Shared* shared_ = nullptr;    // [local rank]
+  Counter* packed_ = nullptr;   // [lane][local rank]
+  Counter* reduced_ = nullptr;  // [lane][local rank]
+  std::byte* slots_ = nullptr;  // [slot][bytes]
+  bool streaming_ = false;
+
+  mutable std::mutex mutex_;  // of the execution's state below
+  bool active_ = false;
+  std::atomic<uint64_t> step_{0};
+  int finished_ = 0;
+  std::vector<std::byte*> data_;
+  enum class State : char { idle, started, finished };
+  std::vector<State> states_;
+  std::vector<std::atomic<int>> unpacked_tensors_;  // [bucket] tensors not packed yet
+  std::mutex pack_mutex_;
+  std::vector<char> is_packed_;       // [bucket]
+  std::vector<size_t> packed_front_;  // [lane] buckets packed without a gap
+  int64_t signature_ = 0;
+  std::vector<LaneState> lanes_;
+};
+
+}  // namespace keras_hpc

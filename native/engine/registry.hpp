@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans and teams by number: what a framework's operations, which can hold only integers, refer to.
+#pragma once
+#include "engine/team.hpp"
+
+namespace keras_hpc::registry {
+
+struct PlanEntry {
+  Team* team = nullptr;
+  Plan* plan = nullptr;
+};
+
+int add(Team* team);
+int add(Team* team, Plan* plan);
+// Forgets the team and its plans.
+void remove(Team* team);
+// Throw Error if there is none.
+Team& team(int id);
+PlanEntry plan(int id);
+
+}  // namespace keras_hpc::registry

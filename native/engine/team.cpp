@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/team.hpp"
+
+#include <sys/prctl.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <functional>
+#include <map>
+#include <numeric>
+
+#include "common/error.hpp"
+#include "engine/trace.hpp"
+
+namespace keras_hpc {
+namespace {
+
+size_t at(int i) { return static_cast<size_t>(i); }
+
+// Bytes of one part of a blocking allreduce: one bucket.
+constexpr int64_t kStagingBytes = 1 << 20;
+
+void add(std::atomic<double>& sum, double value) {
+  double before = sum.load(std::memory_order_relaxed);
+  while (!sum.compare_exchange_weak(before, before + value, std::memory_order_relaxed)) {
+  }
+}
+
+std::string join(const std::vector<int>& ranks) {
+  std::string text;
+  for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
+  return text;
+}
+
+}  // namespace
+
+Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& options)
+    : transport_(std::move(transport)), options_(options), control_(transport_->open_channel()) {
+  const auto local = at(topology().local_size());
+  bells_ = transport_->open_segment(*control_, local * sizeof(Bell));
+  context_ = {number, &topology(), reinterpret_cast<Bell*>(bells_->data()), options_.timeout_seconds};
+  for (int i = 0; i < std::max(1, options_.threads); ++i) {
+    lanes_.push_back(std::make_unique<Lane>());
+    lanes_.back()->channel = transport_->open_channel();
+  }
+  staging_ = &make_plan("allreduce", {{"data", DType::float64, kStagingBytes / 8}}, Op::sum, false);
+  if (topology().size == 1) options_.threads = 0;  // nothing to communicate
+  for (int i = 0; i < options_.threads; ++i) lanes_[at(i)]->thread = std::thread([this, i] { serve(i); });
+}
+
+Team::~Team() {
+  stopping_ = true;
+  context_.my_bell().ring();
+  for (auto& lane : lanes_)
+    if (lane->thread.joinable()) lane->thread.join();
+}
+
+// ---- plans
+
+Plan& Team::make_plan(const std::string& name, const std::vector<TensorSpec>& tensors, Op op, bool weighted) {
+  if (tensors.empty()) throw Error("Plan '" + name + "' has no tensors.");
+  std::vector<std::string> items;
+  items.push_back(std::string(name_of(op)) + (weighted ? ", weighted" : ""));
+  for (const TensorSpec& tensor : tensors)
+    items.push_back(tensor.name + ": " + std::to_string(tensor.count) + " x " + name_of(tensor.dtype));
+  agree("The tensors of plan '" + name + "'", items);
+  const std::lock_guard control(control_mutex_);
+  auto plan = std::make_unique<Plan>(context_, static_cast<int>(plans_.size()), name, tensors, op, weighted,
+                                     static_cast<int>(lanes_.size()), *transport_, *control_);
+  const std::lock_guard lock(plans_mutex_);
+  plans_.push_back(std::move(plan));
+  return *plans_.back();
+}
+
+void Team::start(Plan& plan, int tensor, void* data, double weight) {
+  throw_if_failed();
+  const auto begin = Clock::now();
+  plan.start(tensor, data, weight);
+  if (trace::enabled) trace::record(plan.tensors()[at(tensor)].name, "start", number(), begin);
+  if (options_.threads == 0) progress_all();
+}
+
+void Team::wait(Plan& plan, int tensor) {
+  const auto begin = Clock::now();
+  const auto ready = [&] {
+    throw_if_failed();
+    if (plan.is_reduced(tensor)) return true;
+    progress_all();
+    if (plan.is_reduced(tensor)) return true;
+    throw_if_abandoned(plan, tensor);
+    return false;
+  };
+  const auto polling = [&] {
+    for (int lane = 0; lane < static_cast<int>(lanes_.size()); ++lane)
+      if (options_.threads == 0 && network_is_busy(lane)) return true;
+    return false;
+  };
+  const double first = std::min(options_.stall_seconds, options_.timeout_seconds);
+  if (!wait_for(context_.my_bell(), first, ready, polling)) {
+    const double rest = options_.timeout_seconds - first;
+    if (rest > 0) std::fprintf(stderr, "keras_hpc: waiting: %s\n", late(plan, tensor, first).c_str());
+    if (rest <= 0 || !wait_for(context_.my_bell(), rest, ready, polling))
+      throw Timeout(late(plan, tensor, options_.timeout_seconds));
+  }
+  plan.finish(tensor);
+  add(exposed_seconds_, seconds_since(begin));
+  if (tensor == 0) ++steps_;
+  if (trace::enabled) trace::record(plan.tensors()[at(tensor)].name, "wait", number(), begin);
+}
+
+bool Team::wait_all_async(Plan& plan, void (*done)(void*, const char*), void* arg) {
+  throw_if_failed();
+  if (options_.threads == 0) return false;
+  {
+    const std::lock_guard lock(async_mutex_);
+    async_.push_back({&plan, done, arg, Clock::now()});
+  }
+  context_.my_bell().ring();
+  return true;
+}
+
+std::string Team::late(const Plan& plan, int tensor, double seconds) const {
+  return plan.describe(tensor) + ": after " + std::to_string(static_cast<int>(seconds)) + " s not every rank has " +
+         "started it. Missing, as far as this rank sees: rank " + join(plan.missing_ranks(tensor)) +
+         ". Do all ranks run the same number of steps?";
+}
+
+// ---- progress
+
+bool Team::progress(int lane_number) {
+  Lane& lane = *lanes_[at(lane_number)];
+  const std::unique_lock lock(lane.mutex, std::try_to_lock);
+  if (!lock.owns_lock()) return false;  // somebody else is at it
+  const auto begin = Clock::now();
+  bool advanced = false;
+  for (size_t i = 0;; ++i) {
+    Plan* plan = nullptr;
+    {
+      const std::lock_guard plans(plans_mutex_);
+      if (i >= plans_.size()) break;
+      plan = plans_[i].get();
+    }
+    advanced = plan->advance(lane_number, *lane.channel) || advanced;
+  }
+  if (advanced) add(progress_seconds_, seconds_since(begin));
+  return advanced;
+}
+
+bool Team::progress_all() {
+  bool advanced = false;
+  for (int lane = 0; lane < static_cast<int>(lanes_.size()); ++lane) advanced = progress(lane) || advanced;
+  return advanced;
+}
+
+bool Team::network_is_busy(int lane) const {
+  const std::lock_guard lock(plans_mutex_);
+  return std::any_of(plans_.begin(), plans_.end(), [&](const auto& plan) { return plan->uses_network(lane); });
+}
+
+void Team::serve(int lane) {
+  prctl(PR_SET_NAME, ("khpc-" + std::to_string(number()) + "." + std::to_string(lane)).c_str());
+  prctl(PR_SET_TIMERSLACK, 1);  // naps of microseconds, not of 50
+  const auto ready = [&] {
+    const bool advanced = progress(lane);
+    return (lane == 0 && complete_async()) || advanced || stopping_;
+  };
+  try {
+    while (!stopping_) wait_for(context_.my_bell(), 3600, ready, [&] { return network_is_busy(lane); });
+  } catch (const std::exception& e) {
+    fail(e.what());
+  }
+}
+
+bool Team::complete_async() {
+  std::vector<AsyncWait> finished;
+  {
+    const std::lock_guard lock(async_mutex_);
+    for (size_t i = 0; i < async_.size();) {
+      const AsyncWait& wait = async_[i];
+      const int n = wait.plan->layout().tensor_count();
+      int reduced = 0;
+      while (reduced < n && wait.plan->is_reduced(reduced)) ++reduced;
+      if (reduced < n) throw_if_abandoned(*wait.plan, reduced);
+      if (reduced == n) {
+        finished.push_back(wait);
+        async_.erase(async_.begin() + static_cast<std::ptrdiff_t>(i));
+      } else if (seconds_since(wait.begin) > options_.timeout_seconds) {
+        throw Timeout(late(*wait.plan, reduced, options_.timeout_seconds));
+      } else {
+        ++i;
+      }
+    }
+  }
+  // Without the lock: the framework may go on with its step, and start the next plan, inside `done`.
+  for (const AsyncWait& wait : finished) {
+    for (int tensor = 0; tensor < wait.plan->layout().tensor_count(); ++tensor) wait.plan->finish(tensor);
+    ++steps_;
+    if (trace::enabled) trace::record(wait.plan->name(), "wait", number(), wait.begin);
+    wait.done(wait.arg, nullptr);
+  }
+  return !finished.empty();
+}
+
+void Team::fail(const std::string& error) {
+  {
+    const std::lock_guard lock(error_mutex_);
+    error_ = error;
+  }
+  failed_ = true;
+  context_.my_bell().ring();
+  std::vector<AsyncWait> waiting;
+  {
+    const std::lock_guard lock(async_mutex_);
+    waiting.swap(async_);
+  }
+  for (const AsyncWait& wait : waiting) wait.done(wait.arg, error.c_str());
+}
+
+void Team::throw_if_failed() const {
+  if (!failed_) return;
+  const std::lock_guard lock(error_mutex_);
+  throw Error(error_);
+}
+
+void Team::throw_if_abandoned(const Plan& plan, int tensor) const {
+  bool somebody_left = false;
+  for (int r = 0; r < topology().local_size(); ++r) somebody_left |= context_.bells[r].left.load() != 0;
+  if (!somebody_left) return;
+  for (const int rank : plan.missing_ranks(tensor)) {
+    const auto& local = topology().local_ranks();
+    const auto found = std::find(local.begin(), local.end(), rank);
+    if (found != local.end() && context_.bells[found - local.begin()].left.load() != 0)
+      throw Error(plan.describe(tensor) + ": rank " + std::to_string(rank) +
+                  " has already left the job (it called finalize or reached the end of its script) while this rank " +
+                  "waits for it. Do all ranks run the same number of steps?");
+  }
+}
+
+void Team::leave() {
+  context_.my_bell().left = 1;
+  context_.ring_node();
+}
+
+// ---- blocking collectives
+
+void Team::allreduce(void* data, int64_t count, DType dtype, Op op) {
+  if (topology().size == 1) return;
+  const bool mean = op == Op::mean;
+  if (mean && (dtype == DType::int32 || dtype == DType::int64))
+    throw Error("The mean of integers is not an integer. Expected op sum, min or max.");
+  const int64_t part = kStagingBytes / static_cast<int64_t>(size_of(dtype));
+  for (int64_t begin = 0; begin < count; begin += part) {
+    staging_->reshape(dtype, op, std::min(part, count - begin), count);
+    start(*staging_, 0, static_cast<std::byte*>(data) + begin * static_cast<int64_t>(size_of(dtype)), 1.0);
+    wait(*staging_, 0);
+  }
+}
+
+void Team::broadcast(void* data, size_t nbytes, int root) {
+  if (root < 0 || root >= topology().size)
+    throw Error("Expected a root from 0 to " + std::to_string(topology().size - 1) +
+                ". Received: " + std::to_string(root));
+  const std::lock_guard lock(control_mutex_);
+  keras_hpc::finish(control_->broadcast(data, nbytes, root), options_.timeout_seconds, "broadcast");
+}
+
+void Team::allgather(const void* in, void* out, const std::vector<size_t>& nbytes_by_rank) {
+  const std::lock_guard lock(control_mutex_);
+  keras_hpc::finish(control_->allgather(in, out, nbytes_by_rank), options_.timeout_seconds, "allgather");
+}
+
+std::vector<int64_t> Team::allgather_count(int64_t mine) {
+  std::vector<int64_t> counts(at(topology().size));
+  allgather(&mine, counts.data(), std::vector<size_t>(counts.size(), sizeof mine));
+  return counts;
+}
+
+void Team::barrier() {
+  const std::lock_guard lock(control_mutex_);
+  keras_hpc::finish(control_->barrier(), options_.timeout_seconds, "barrier");
+}
+
+void Team::agree(const std::string& what, const std::vector<std::string>& items) {
+  std::string text;
+  for (const std::string& item : items) text += item + '\n';
+  const std::vector<int64_t> hashes = allgather_count(static_cast<int64_t>(std::hash<std::string>{}(text)));
+  if (std::all_of(hashes.begin(), hashes.end(), [&](int64_t hash) { return hash == hashes[0]; })) return;
+
+  // They differ, so every rank gets here: fetch all lists and find the first difference.
+  const std::vector<int64_t> lengths = allgather_count(static_cast<int64_t>(text.size()));
+  const std::vector<size_t> nbytes(lengths.begin(), lengths.end());
+  std::string all(std::accumulate(nbytes.begin(), nbytes.end(), size_t{0}), '\0');
+  allgather(text.data(), all.data(), nbytes);
+  std::vector<std::vector<std::string>> lists;
+  size_t place = 0;
+  for (const size_t length : nbytes) {
+    std::vector<std::string>& list = lists.emplace_back();
+    for (const size_t end = place + length; place < end;) {
+      const size_t line = all.find('\n', place);
+      list.push_back(all.substr(place, line - place));
+      place = line + 1;
+    }
+  }
+  for (size_t i = 0;; ++i) {
+    std::map<std::string, std::vector<int>> ranks_of;  // what they hold at this place
+    for (size_t rank = 0; rank < lists.size(); ++rank)
+      ranks_of[i < lists[rank].size() ? "'" + lists[rank][i] + "'" : "nothing"].push_back(static_cast<int>(rank));
+    if (ranks_of.size() == 1 && ranks_of.count("nothing") == 0) continue;
+    std::string message = what + " differ between ranks. The first difference is number " + std::to_string(i) + ":";
+    for (const auto& [item, ranks] : ranks_of)
+      message += (message.back() == ':' ? " " : "; ") + item + " on rank " + join(ranks);
+    throw PlanMismatch(message + ".");
+  }
+}
+
+TeamReport Team::report() const {
+  TeamReport report;
+  report.steps = steps_;
+  report.exposed_seconds = exposed_seconds_;
+  report.progress_seconds = progress_seconds_;
+  const std::lock_guard lock(plans_mutex_);
+  for (const auto& plan : plans_) {
+    report.segment_bytes += plan->segment_bytes() / at(topology().local_size());
+    if (plan.get() == staging_) continue;
+    report.bytes += plan->bytes_reduced;
+    report.plan_bytes += plan->layout().nbytes();
+  }
+  return report;
+}
+
+}  // namespace keras_hpc

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// A team: ranks that reduce together, with communicators, communication threads and memory of its own. Teams share no
+// lock, so several models reduce their gradients at the same time.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/plan.hpp"
+#include "transport/transport.hpp"
+
+namespace keras_hpc {
+
+struct TeamOptions {
+  int threads = 1;  // communication threads; 0: start and wait do the work
+  double timeout_seconds = 300;
+  double stall_seconds = 30;  // a warning when a wait takes longer
+};
+
+struct TeamReport {
+  uint64_t steps = 0;           // executions of plans
+  uint64_t bytes = 0;           // of tensors reduced by them
+  uint64_t plan_bytes = 0;      // of the tensors of all plans together
+  uint64_t segment_bytes = 0;   // memory of this rank's share in the segments
+  double exposed_seconds = 0;   // that callers spent in wait
+  double progress_seconds = 0;  // spent in reducing and on the network
+};
+
+class Team {
+ public:
+  // Collective.
+  Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& options);
+  ~Team();
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  const Topology& topology() const { return transport_->topology(); }
+  int number() const { return context_.number; }
+  int threads() const { return options_.threads; }
+
+  // Collective; throws PlanMismatch on every rank if the lists differ. The plan lives as long as the team.
+  Plan& make_plan(const std::string& name, const std::vector<TensorSpec>& tensors, Op op, bool weighted);
+  void start(Plan& plan, int tensor, void* data, double weight);
+  void wait(Plan& plan, int tensor);
+  // False if the team has no thread that could call `done`.
+  bool wait_all_async(Plan& plan, void (*done)(void*, const char*), void* arg);
+
+  // Collective, and block. Every rank calls them in the same order, one thread at a time.
+  void allreduce(void* data, int64_t count, DType dtype, Op op);
+  void broadcast(void* data, size_t nbytes, int root);
+  void allgather(const void* in, void* out, const std::vector<size_t>& nbytes_by_rank);
+  std::vector<int64_t> allgather_count(int64_t mine);
+  void barrier();
+  // Throws PlanMismatch on every rank, naming the first item that differs and the ranks, unless all pass equal lists.
+  void agree(const std::string& what, const std::vector<std::string>& items);
+
+  // This rank has no more work for the team: ranks of this node that still wait for it get an error at once.
+  void leave();
+
+  TeamReport report() const;
+
+ private:
+  // A communication channel and the thread, if any, that serves it.
+  struct Lane {
+    std::unique_ptr<Channel> channel;
+    std::mutex mutex;  // held by whoever makes progress on this lane
+    std::thread thread;
+  };
+  struct AsyncWait {
+    Plan* plan;
+    void (*done)(void*, const char*);
+    void* arg;
+    Clock::time_point begin;
+  };
+
+  bool progress(int lane);
+  bool progress_all();
+  bool network_is_busy(int lane) const;
+  void serve(int lane);
+  bool complete_async();
+  void fail(const std::string& error);
+  void throw_if_failed() const;
+  void throw_if_abandoned(const Plan& plan, int tensor) const;
+  std::string late(const Plan& plan, int tensor, double seconds) const;
+
+  std::unique_ptr<Transport> transport_;
+  TeamOptions options_;
+  std::unique_ptr<Channel> control_;  // for the blocking collectives
+  std::mutex control_mutex_;
+  std::unique_ptr<Segment> bells_;
+  TeamContext context_;
+  std::vector<std::unique_ptr<Lane>> lanes_;
+  mutable std::mutex plans_mutex_;
+  std::vector<std::unique_ptr<Plan>> plans_;
+  Plan* staging_ = nullptr;  // through which allreduce goes, part by part
+  std::mutex async_mutex_;
+  std::vector<AsyncWait> async_;
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> failed_{false};
+  mutable std::mutex error_mutex_;
+  std::string error_;
+  std::atomic<uint64_t> steps_{0};
+  std::atomic<double> exposed_seconds_{0};
+  std::atomic<double> progress_seconds_{0};
+};
+
+}  // namespace keras_hpc

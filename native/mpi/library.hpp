@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// The MPI library that mpi4py has loaded, bound at run time. Nothing here needs mpi.h, so one binary serves every MPI:
+// symbols come by dlsym through mpi4py's own extension module (which searches exactly the libraries it is linked to),
+// handles and constants come from mpi4py, and the two ABIs in use differ only in the size of a handle (4 bytes in the
+// MPICH family, a pointer in Open MPI).
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/transport.hpp"
+
+namespace keras_hpc::mpi {
+
+// Values that differ between MPI libraries, as mpi4py knows them. Handles are sign-extended.
+struct Constants {
+  intptr_t byte;           // MPI_BYTE
+  intptr_t errors_return;  // MPI_ERRORS_RETURN
+  intptr_t status_ignore;  // MPI_STATUS_IGNORE
+};
+
+// A communicator, owned: freed with the object unless MPI has already been finalized.
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  // Collective. The new communicator returns errors instead of aborting, so that they become exceptions.
+  virtual std::unique_ptr<Communicator> duplicate() const = 0;
+  virtual RequestPtr send(const void* data, int count, int peer, int tag) = 0;
+  virtual RequestPtr receive(void* data, int count, int peer, int tag) = 0;
+  virtual RequestPtr broadcast(void* data, int count, int root) = 0;
+  virtual RequestPtr allgather(const void* in, int count, void* out, std::vector<int> counts) = 0;
+  virtual RequestPtr barrier() = 0;
+};
+
+// Collective: duplicates the communicator `handle` of the library behind `module_path` (mpi4py.MPI.__file__).
+std::unique_ptr<Communicator> connect(const std::string& module_path, int handle_size, intptr_t handle,
+                                      const Constants& constants);
+
+}  // namespace keras_hpc::mpi

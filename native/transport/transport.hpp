@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// How ranks reach each other. Two implementations: MPI, and in-process, where ranks are threads (mpi_transport.hpp,
+// in_process.hpp). The algorithms and the engine above know only this interface.
+#pragma once
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "transport/segment.hpp"
+#include "transport/topology.hpp"
+
+namespace keras_hpc {
+
+// An operation in flight. Must not be destroyed before test() returned true, except when the job is ending.
+class Request {
+ public:
+  virtual ~Request() = default;
+  // True once the operation has finished; never blocks.
+  virtual bool test() = 0;
+};
+using RequestPtr = std::unique_ptr<Request>;
+
+// A communicator of its own, duplicated from the team's: messages of two channels never meet. Messages between two
+// ranks with equal tags arrive in the order they were sent. One thread at a time uses a channel.
+class Channel {
+ public:
+  virtual ~Channel() = default;
+  virtual RequestPtr send(const void* data, size_t nbytes, int peer, int tag) = 0;
+  virtual RequestPtr receive(void* data, size_t nbytes, int peer, int tag) = 0;
+
+  // Collective, each called by all ranks of the team in the same order.
+  virtual RequestPtr broadcast(void* data, size_t nbytes, int root) = 0;
+  virtual RequestPtr allgather(const void* in, void* out, const std::vector<size_t>& nbytes_by_rank) = 0;
+  virtual RequestPtr barrier() = 0;
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  const Topology& topology() const { return topology_; }
+
+  // Collective.
+  virtual std::unique_ptr<Channel> open_channel() = 0;
+  // Collective: every rank of the team calls it; each node gets one segment that its ranks share.
+  virtual std::unique_ptr<Segment> open_segment(Channel& channel, size_t nbytes) = 0;
+
+ protected:
+  explicit Transport(Topology topology) : topology_(std::move(topology)) {}
+
+ private:
+  Topology topology_;
+};
+
+// Waits for the request, sleeping between tests. Throws Timeout after `timeout_seconds`; `what` names the operation.
+void finish(RequestPtr request, double timeout_seconds, const char* what);
+
+}  // namespace keras_hpc
