@@ -1,0 +1,357 @@
+"""The engine with ranks as threads: every algorithm, 1 to 16 ranks, any shape of nodes, against NumPy in float64."""
+
+import concurrent.futures
+import contextlib
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_hpc import _native
+
+NODES = {
+    "1 rank": [0],
+    "2 on 1": [0, 0],
+    "3 on 1": [0, 0, 0],
+    "5 on 1": [0] * 5,
+    "2 x 1": [0, 1],
+    "3 x 1": [0, 1, 2],
+    "5 x 1": [0, 1, 2, 3, 4],
+    "2 x 2": [0, 0, 1, 1],
+    "2 x 2 interleaved": [0, 1, 0, 1],
+    "2 + 1": [0, 0, 1],
+    "1 + 3": [0, 1, 1, 1],
+    "3 + 2 + 2 scattered": [0, 1, 2, 0, 1, 2, 0],
+    "8 x 2": [i // 2 for i in range(16)],
+    "4 x 4": [i % 4 for i in range(16)],
+}
+DTYPES = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+    "float64": np.float64,
+    "int32": np.int32,
+    "int64": np.int64,
+}
+EPSILON = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6, "float64": 1e-14, "int32": 0, "int64": 0}
+
+
+def run(nodes, work, threads=1, timeout=20.0):
+    """Calls work(team, rank) on one thread per rank; returns the results in rank order."""
+    transports = _native.in_process_transports(nodes)
+    everyone = threading.Barrier(len(nodes))
+
+    def rank_main(rank):
+        team = _native.Team(transports[rank], 0, threads, timeout, timeout)
+        with contextlib.closing(team):
+            result = work(team, rank)
+            everyone.wait(30)  # a team is closed by all ranks together
+            return result
+
+    with concurrent.futures.ThreadPoolExecutor(len(nodes)) as pool:
+        futures = [pool.submit(rank_main, rank) for rank in range(len(nodes))]
+        return [future.result(60) for future in futures]
+
+
+def as_bytes(array):
+    return array.reshape(-1).view(np.uint8)
+
+
+def data_of(rank, counts, dtypes, step=0):
+    rng = np.random.default_rng(1000 * step + rank)
+    return [
+        (rng.integers(-50, 50, n) if "int" in dtype else rng.normal(size=n)).astype(DTYPES[dtype])
+        for n, dtype in zip(counts, dtypes, strict=True)
+    ]
+
+
+def reduce_plan(team, arrays, dtypes, op, weighted, weight, plan=None, order=None):
+    if plan is None:
+        specs = [(f"t{i}", dtype, a.size) for i, (a, dtype) in enumerate(zip(arrays, dtypes, strict=True))]
+        plan = team.plan("test", specs, op, weighted)
+    for i in order if order is not None else range(len(arrays)):
+        plan.start(i, as_bytes(arrays[i]), weight)
+    for i in range(len(arrays)):
+        plan.wait(i)
+    return plan
+
+
+def expected(all_arrays, op, weights=None):
+    stack = np.stack([np.asarray(a, np.float64) for a in all_arrays])
+    if op == "mean":
+        return np.average(stack, axis=0, weights=weights)
+    return {"sum": np.sum, "min": np.min, "max": np.max}[op](stack, axis=0)
+
+
+def check(results, nodes, counts, dtypes, op, weights=None, step=0):
+    inputs = [data_of(rank, counts, dtypes, step) for rank in range(len(nodes))]
+    for i, dtype in enumerate(dtypes):
+        want = expected([arrays[i] for arrays in inputs], op, weights)
+        got = [np.asarray(arrays[i], np.float64) for arrays in results]
+        scale = np.maximum(np.max(np.abs([np.asarray(a[i], np.float64) for a in inputs]), axis=0), 1e-30)
+        factor = 1 if op in ("min", "max") else len(nodes)
+        assert np.all(np.abs(got[0] - want) <= EPSILON[dtype] * factor * scale), (i, dtype)
+        for rank in range(1, len(nodes)):
+            assert results[rank][i].tobytes() == results[0][i].tobytes(), f"rank {rank} differs from rank 0"
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2])
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES.keys())
+def test_plan_on_any_shape_of_nodes(nodes, threads):
+    counts = [1, 7, 0, 300, 300_000, 64, 5, 100_003, 2]
+    dtypes = ["float32"] * 5 + ["float64", "int64", "float16", "bfloat16"]
+
+    def work(team, rank):
+        plan = None
+        for step in range(3):
+            arrays = data_of(rank, counts, dtypes, step)
+            plan = reduce_plan(team, arrays, dtypes, "sum", False, 1.0, plan)
+        return arrays
+
+    check(run(nodes, work, threads), nodes, counts, dtypes, "sum", step=2)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("nodes", [NODES["3 on 1"], NODES["3 x 1"], NODES["1 + 3"]], ids=["node", "network", "uneven"])
+def test_dtypes_and_operations(nodes, dtype, op):
+    if op == "mean" and "int" in dtype:
+        with pytest.raises(_native.Error, match="mean of integers"):
+            run([0], lambda team, rank: team.plan("p", [("t", dtype, 3)], op, False))
+        return
+    counts = [1, 2, 3, 4, 1000, 33_000]
+    dtypes = [dtype] * len(counts)
+
+    def work(team, rank):
+        arrays = data_of(rank, counts, dtypes)
+        reduce_plan(team, arrays, dtypes, op, False, 1.0)
+        return arrays
+
+    check(run(nodes, work), nodes, counts, dtypes, op)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_plan(data):
+    size = data.draw(st.integers(1, 6), "ranks")
+    nodes = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size), "nodes")
+    counts = data.draw(st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 1000, 70_000, 262_145]), min_size=1, max_size=6))
+    dtypes = data.draw(st.lists(st.sampled_from(["float32", "float64", "bfloat16"]), min_size=len(counts), max_size=len(counts)))
+    threads = data.draw(st.integers(0, 2), "threads")
+    weights = data.draw(st.lists(st.sampled_from([0.0, 1.0, 5.0, 24.0]), min_size=size, max_size=size), "weights")
+    orders = [data.draw(st.permutations(range(len(counts)))) for _ in nodes]
+    if sum(weights) == 0:
+        weights[0] = 1.0
+
+    def work(team, rank):
+        plan = None
+        for step in range(2):
+            arrays = data_of(rank, counts, dtypes, step)
+            plan = reduce_plan(team, arrays, dtypes, "mean", True, weights[rank], plan, orders[rank])
+        return arrays
+
+    check(run(nodes, work, threads), nodes, counts, dtypes, "mean", weights, step=1)
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 0], [0, 1, 1], [0, 1, 2]])
+def test_sum_is_taken_in_rank_order_and_equal_weights_give_the_plain_mean(nodes):
+    """On one node the result is NumPy's in float32, added rank by rank, to the last bit."""
+
+    def work(team, rank):
+        x = np.random.default_rng(rank).normal(size=50_000).astype(np.float32)
+        y = x.copy()
+        reduce_plan(team, [x], ["float32"], "mean", True, 24.0)
+        team.allreduce(as_bytes(y), "float32", "mean")
+        return x, y
+
+    results = run(nodes, work)
+    for x, y in results:
+        assert x.tobytes() == y.tobytes()
+    if nodes == [0, 0, 0]:
+        a, b, c = (np.random.default_rng(r).normal(size=50_000).astype(np.float32) for r in range(3))
+        assert results[0][0].tobytes() == (((a + b) + c) * np.float32(1 / 3)).tobytes()
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 0], [0, 1, 1]])
+def test_values_of_a_rank_without_samples_are_not_read(nodes):
+    def work(team, rank):
+        x = np.full(1000, np.nan if rank == 1 else rank + 1.0, np.float32)
+        reduce_plan(team, [x], ["float32"], "mean", True, 0.0 if rank == 1 else 2.0)
+        return x
+
+    for x in run(nodes, work):
+        np.testing.assert_array_equal(x, 2.0)
+
+
+@pytest.mark.parametrize("op", ["sum", "min", "max"])
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 1], [0, 1, 2]])
+def test_nan_reaches_all_ranks_bit_for_bit(nodes, op):
+    def work(team, rank):
+        x = np.array([np.nan, 1.0, -0.0, 0.0], np.float32) if rank == 0 else np.array([1.0, np.nan, 0.0, -0.0], np.float32)
+        team.allreduce(as_bytes(x), "float32", op)
+        return x
+
+    results = run(nodes, work)
+    assert np.isnan(results[0][:2]).all()
+    assert len({x.tobytes() for x in results}) == 1
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+@pytest.mark.parametrize("nodes", [[0], [0, 0], [0, 1, 0], [0, 1, 2, 3]])
+def test_blocking_collectives(nodes, threads):
+    size = len(nodes)
+
+    def work(team, rank):
+        for n in (1, 2, 1000, 262_144, 700_001):
+            x = np.full(n, rank + 1.0, np.float32)
+            team.allreduce(as_bytes(x), "float32", "sum")
+            np.testing.assert_array_equal(x, size * (size + 1) / 2)
+        for root in range(size):
+            x = np.arange(10, dtype=np.uint8) * (rank == root)
+            team.broadcast(x, root)
+            np.testing.assert_array_equal(x, np.arange(10))
+        counts = team.allgather_count(rank)
+        assert counts == list(range(size))
+        out = np.empty(sum(counts), np.uint8)
+        team.allgather(np.full(rank, rank, np.uint8), out, counts)
+        np.testing.assert_array_equal(out, np.repeat(np.arange(size), np.arange(size)))
+        team.agree("things", ["a", "b"])
+
+    run(nodes, work, threads)
+
+
+def test_two_plans_in_opposite_orders_do_not_deadlock():
+    """Ranks on different nodes reach two plans in different orders: no reduction waits for another."""
+
+    def work(team, rank):
+        plans = [team.plan(name, [("t", "float32", 300_000)], "sum", False) for name in "ab"]
+        for _ in range(20):
+            arrays = [np.full(300_000, rank + 1.0, np.float32) for _ in plans]
+            order = [0, 1] if rank % 2 == 0 else [1, 0]
+            for i in order:
+                plans[i].start(0, as_bytes(arrays[i]))
+            for i in order:
+                plans[i].wait(0)
+                assert arrays[i][0] == 10.0
+
+    for nodes in ([0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3]):
+        for threads in (0, 1):
+            run(nodes, work, threads)
+
+
+def test_a_mismatch_names_the_first_difference():
+    def plans(team, rank):
+        with pytest.raises(_native.PlanMismatchError, match=r"number 2: .*dense/bias: 3 x float32' on rank 1"):
+            team.plan("p", [("a", "float32", 1), ("dense/bias", "float32", 3 if rank == 1 else 4)], "sum", False)
+
+    def calls(team, rank):
+        x = np.zeros(3 + (rank == 1), np.float32)
+        with pytest.raises(_native.Error, match=r"(disagree|sum of 4 x float32)"):
+            team.allreduce(as_bytes(x), "float32", "sum")
+
+    run([0, 0, 0], plans)
+    run([0, 1, 1], plans)
+    run([0, 0], calls)
+    run([0, 1], calls)
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_time_limit():
+    def work(team, rank):
+        plan = team.plan("gradients", [("dense/kernel", "float32", 10)], "mean", True)
+        if rank != 2:
+            plan.start(0, as_bytes(np.zeros(10, np.float32)))
+            with pytest.raises(_native.TimeoutError, match=r"dense/kernel.*gradients.*step 1.*Missing.* rank 2"):
+                plan.wait(0)
+
+    for threads in (0, 1):
+        run([0, 0, 0], work, threads, timeout=0.3)
+
+
+def test_a_rank_that_left_is_an_error_at_once():
+    def work(team, rank):
+        plan = team.plan("gradients", [("t", "float32", 10)], "mean", True)
+        if rank == 1:
+            team.leave()
+        else:
+            plan.start(0, as_bytes(np.zeros(10, np.float32)))
+            with pytest.raises(_native.Error, match="rank 1 has already left"):
+                plan.wait(0)
+
+    for threads in (0, 1):
+        run([0, 0, 0], work, threads, timeout=30)
+
+
+def test_misuse_is_an_error():
+    def work(team, rank):
+        plan = team.plan("p", [("t", "float32", 10)], "sum", False)
+        x = np.zeros(10, np.float32)
+        with pytest.raises(_native.Error, match="not started"):
+            plan.wait(0)
+        plan.start(0, as_bytes(x))
+        with pytest.raises(_native.Error, match="started twice"):
+            plan.start(0, as_bytes(x))
+        plan.wait(0)
+        with pytest.raises(IndexError):
+            plan.start(1, as_bytes(x))
+        with pytest.raises(ValueError, match=r"40 bytes in the plan. Received: 44"):
+            plan.start(0, as_bytes(np.zeros(11, np.float32)))
+        with pytest.raises(TypeError):
+            plan.start(0, np.zeros(20, np.float32)[::2])
+        with pytest.raises(_native.Error, match="Received: complex64"):
+            team.plan("q", [("t", "complex64", 1)], "sum", False)
+
+    run([0], work)
+    team = _native.Team(_native.in_process_transports([0])[0], 0, 0, 1.0, 1.0)
+    plan = team.plan("p", [("t", "float32", 10)], "sum", False)
+    team.close()
+    with pytest.raises(_native.Error, match="closed"):
+        plan.start(0, np.zeros(40, np.uint8))
+
+
+@pytest.mark.parametrize("local", [2, 3, 4])
+def test_at_most_one_extra_copy_of_the_tensors(local):
+    """A team's memory on one rank is at most the size of the gradients (and 1 MiB for blocking calls)."""
+    count = 2_000_000
+
+    def work(team, rank):
+        team.plan("p", [("t", "float32", count)], "mean", True)
+        report = team.report()
+        assert report["plan_bytes"] == 4 * count
+        assert report["segment_bytes"] <= 4 * count + (1 << 20) + 64 * 1024
+
+    run([0] * local, work)
+    run([0, 1], work)
+
+
+def test_trace_records_starts_reductions_and_waits():
+    _native.take_trace()
+    _native.set_tracing(True)
+    try:
+        run([0, 0], lambda team, rank: reduce_plan(team, [np.ones(5, np.float32)], ["float32"], "sum", False, 1.0))
+    finally:
+        _native.set_tracing(False)
+    events = _native.take_trace()
+    assert [kind for _, kind, *_ in events].count("start") == 2
+    assert {kind for _, kind, *_ in events} == {"start", "reduce", "wait"}
+    assert all(begin <= end for *_, begin, end in events)
+
+
+def test_many_steps_leave_nothing_behind():
+    before = threading.active_count()
+
+    def work(team, rank):
+        plan = team.plan("p", [("t", "float32", 1000), ("u", "float32", 10)], "mean", True)
+        x, y = np.ones(1000, np.float32), np.ones(10, np.float32)
+        for _ in range(3000):
+            plan.start(0, as_bytes(x), 3.0)
+            plan.start(1, as_bytes(y), 3.0)
+            plan.wait(0)
+            plan.wait(1)
+        assert x[0] == 1.0
+        assert team.report()["steps"] == 3000
+
+    run([0, 0], work)
+    assert threading.active_count() == before
