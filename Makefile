@@ -46,7 +46,7 @@ clean:  ## remove builds, caches and results; the environment stays (rm -r .venv
 
 # What pyproject.toml names as build requirements, plus cmake and ninja, so that --no-build-isolation finds them.
 .venv/stamp-build: pyproject.toml | .venv/bin/python
-	$(PIP) cmake ninja $$($(BIN)/python -c 'import tomllib; print(*(f"\"{r}\"" for r in tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"]))' | tr -d '"' | tr ' ' '\n')
+	$(PIP) cmake ninja $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])')
 	touch $@
 
 # Editable, because Python started in the repository root would otherwise import the source folder, which has no _native.

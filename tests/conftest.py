@@ -1,0 +1,49 @@
+"""Fixtures for tests that start ranks. No MPI and no framework in the process of the tests themselves."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launch import Run, child_environment, launch
+
+RunRanks = Callable[..., Run]
+
+
+def _tail(text: str, limit: int = 12_000) -> str:
+    return text if len(text) <= limit else f"[... {len(text) - limit} characters]\n{text[-limit:]}"
+
+
+@pytest.fixture
+def run_ranks() -> RunRanks:
+    """A function that starts ranks, waits for them, and fails the test with their output if anything is amiss.
+
+    `run_ranks(n, args, timeout=120, env=None, backend="tensorflow", expect_failure=False, mpi=True, cwd=...)` runs
+    `python args...` on `n` ranks (`mpi=False`: one process without mpiexec) and returns a `launch.Run`.
+    """
+
+    def run(
+        n: int,
+        args: list[str | Path],
+        *,
+        timeout: float = 120,
+        env: dict[str, str] | None = None,
+        backend: str = "tensorflow",
+        expect_failure: bool = False,
+        mpi: bool = True,
+        **options: Path,
+    ) -> Run:
+        command = [sys.executable, *map(str, args)]
+        done = launch(n, command, timeout=timeout, env=child_environment(backend, env), mpi=mpi, **options)
+        report = f"{n} ranks, {backend}: {' '.join(map(str, args))}\n{_tail(done.output)}"
+        if done.returncode is None:
+            pytest.fail(f"still running after {timeout} s, ended by the test: {report}", pytrace=False)
+        if done.leaked_processes:
+            pytest.fail(f"left processes {done.leaked_processes} behind: {report}", pytrace=False)
+        if ours := [name for name in done.leaked_files if "khpc" in name or "keras_hpc" in name]:
+            pytest.fail(f"left {ours} in /dev/shm: {report}", pytrace=False)
+        if expect_failure != (done.returncode != 0):
+            pytest.fail(f"ended with {done.returncode}: {report}", pytrace=False)
+        return done
+
+    return run

@@ -1,0 +1,140 @@
+"""Starts ranks through the environment's mpiexec, with a time limit, and leaves nothing behind.
+
+Imports neither MPI nor a framework: an MPI that has been started in this process would disturb the launches.
+"""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MPIEXEC = Path(sys.executable).parent / "mpiexec"
+SHARED_MEMORY = Path("/dev/shm")
+TOKEN = "KERAS_HPC_TEST_TOKEN"
+
+# One thread per rank: two cores carry up to four ranks here, and thread pools that fight take minutes where ranks take seconds.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONFAULTHANDLER": "1",
+    # Open MPI refuses root, and more ranks than cores, unless told otherwise; ranks that outnumber cores must yield.
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a job ended.
+
+    Attributes:
+        returncode: of mpiexec; `None` where the time limit ended it.
+        output: stdout and stderr of all ranks as mpiexec passed them on.
+        seconds: from start to end.
+        leaked_files: names in /dev/shm that were not there before and that no living process maps.
+        leaked_processes: process ids that outlived mpiexec.
+    """
+
+    returncode: int | None
+    output: str
+    seconds: float
+    leaked_files: tuple[str, ...]
+    leaked_processes: tuple[int, ...]
+
+
+def child_environment(backend: str = "tensorflow", extra: dict[str, str] | None = None) -> dict[str, str]:
+    """The environment of a rank: ours without what a surrounding job has set, one thread, the wanted backend."""
+    outer = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_", "HYDRA_", "KERAS_", "KHPC_")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
+    return env | ENVIRONMENT | {"KERAS_BACKEND": backend} | (extra or {})
+
+
+def _processes_with(token: str) -> list[int]:
+    needle = f"{TOKEN}={token}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+                if needle in (entry / "environ").read_bytes() and not zombie:
+                    found.append(int(entry.name))
+            except OSError:  # it ended while we looked, or is another user's
+                continue
+    return found
+
+
+def _mapped(name: str) -> bool:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if f"/dev/shm/{name}" in maps.read_text():
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _end(process: subprocess.Popen[bytes], token: str) -> None:
+    """First as a batch system would (mpiexec passes SIGTERM on), then without asking."""
+    process.terminate()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    for pid in _processes_with(token):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    process.wait()
+
+
+def launch(
+    n: int, command: list[str], *, timeout: float, env: dict[str, str], cwd: Path = ROOT, mpi: bool = True
+) -> Run:
+    """Run `command` on `n` ranks, or, with `mpi=False`, once and without mpiexec."""
+    token = secrets.token_hex(8)
+    before = {p.name for p in SHARED_MEMORY.iterdir()}
+    start = time.monotonic()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [str(MPIEXEC), "-n", str(n), *command] if mpi else command,
+            cwd=cwd,
+            env=env | {TOKEN: token},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        returncode: int | None
+        try:
+            returncode = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            returncode = None
+        except BaseException:  # an interrupted test run must not leave a job running
+            _end(process, token)
+            raise
+        seconds = time.monotonic() - start
+        if returncode is None:
+            _end(process, token)
+        log.seek(0)
+        output = log.read().decode(errors="replace")
+
+    # The launcher may end a moment before its last child does.
+    deadline = time.monotonic() + 3
+    while (left := _processes_with(token)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    files = tuple(p.name for p in SHARED_MEMORY.iterdir() if p.name not in before and not _mapped(p.name))
+    return Run(returncode, output, seconds, files, tuple(left))
