@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras callbacks for training on several ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+
+from keras_hpc import runtime
+
+
+class LearningRateWarmup(keras.callbacks.Callback):
+    """Raises the learning rate linearly from the one compiled to `scale` times that over the first epochs.
+
+    With `batch="local"`, `n` ranks make one step where one rank makes `n`, so the rate is multiplied by `n`; at once
+    that would diverge (Goyal et al., 2017, arXiv:1706.02677). After the warm-up this callback leaves the rate alone.
+
+    Args:
+        epochs: length of the warm-up, may be a fraction. 0 sets the scaled rate at once.
+        scale: factor of the learning rate. Defaults to `keras_hpc.size()`, and to 1 before `init()`.
+
+    Example:
+    ```python
+    model.fit(x, y, epochs=12, callbacks=[keras_hpc.callbacks.LearningRateWarmup(epochs=3)])
+    ```
+    """
+
+    def __init__(self, epochs: float, scale: float | None = None) -> None:
+        super().__init__()
+        if epochs < 0:
+            raise ValueError(f"`epochs` must not be negative. Received: epochs={epochs}")
+        if scale is not None and scale <= 0:
+            raise ValueError(f"`scale` must be positive. Received: scale={scale}")
+        self.epochs = epochs
+        self.scale = scale
+        self._rate = float("nan")
+        self._epoch = 0
+        self._done = False
+
+    def set_model(self, model: Any) -> None:
+        """Keeps the compiled learning rate, before another callback restores a later one."""
+        super().set_model(model)
+        optimizer = model.optimizer
+        schedule = getattr(optimizer, "_learning_rate", None)
+        schedule = getattr(getattr(optimizer, "inner_optimizer", None), "_learning_rate", schedule)
+        if not isinstance(schedule, keras.Variable):
+            raise ValueError(
+                "LearningRateWarmup needs an optimizer with one settable learning rate. Use a number, or put the "
+                f"warm-up into the schedule. Received: {type(optimizer).__name__} with learning_rate={schedule}"
+            )
+        if math.isnan(self._rate):
+            self._rate = float(schedule)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Sets the rate of the epoch; one that lies past the warm-up is not touched."""
+        self._epoch = epoch
+        if epoch == 0 or epoch < self.epochs:
+            self._set(epoch)
+        self._done = epoch >= self.epochs
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Sets the rate of the step."""
+        steps = self.params.get("steps")
+        if steps and not self._done:
+            self._set(self._epoch + (batch + 1) / steps)
+
+    def _set(self, progress: float) -> None:
+        scale = self.scale if self.scale is not None else runtime.size() if runtime.is_initialized() else 1
+        share = min(1.0, progress / self.epochs) if self.epochs else 1.0
+        if hasattr(self.model, "jax_state_sync"):
+            # During an epoch JAX keeps the values elsewhere. This brings them back, and Keras takes them from there.
+            self.model.jax_state_sync()
+        self.model.optimizer.learning_rate = self._rate * (1 + (scale - 1) * share)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which callbacks run on which rank, and what the ranks agree on after they ran."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_hpc import runtime, teams
+from keras_hpc.keras_hooks import compat, losses, scope, state
+
+_BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+
+
+def install(job: Any, patcher: Any) -> None:
+    """Hooks the list through which Keras calls callbacks."""
+    patcher.patch(keras.callbacks.CallbackList, "on_train_begin", _beginning)
+    patcher.patch(keras.callbacks.CallbackList, "on_epoch_end", _agreeing)
+    patcher.patch(keras.callbacks.CallbackList, "on_train_batch_end", _agreeing_if_needed)
+
+
+def only_mine(arguments: dict[str, Any]) -> None:
+    """Removes what only rank 0 does, printing and writing files, from arguments of `fit`, `evaluate` or `predict`."""
+    if runtime.job().rank == 0:
+        return
+    arguments["verbose"] = 0
+    callbacks = arguments.get("callbacks")
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks.callbacks = [
+            callback for callback in callbacks.callbacks if not isinstance(callback, _rank_0_classes())
+        ]
+    elif callbacks:
+        flat = keras.tree.flatten(callbacks)
+        arguments["callbacks"] = [callback for callback in flat if not isinstance(callback, _rank_0_classes())]
+
+
+@functools.cache
+def _rank_0_classes() -> tuple[type, ...]:
+    callbacks = keras.callbacks
+    orbax = compat.find("keras.src.callbacks.orbax_checkpoint:OrbaxCheckpoint")
+    classes = [
+        callbacks.ModelCheckpoint,
+        callbacks.BackupAndRestore,
+        callbacks.CSVLogger,
+        callbacks.TensorBoard,
+        callbacks.RemoteMonitor,
+        callbacks.ProgbarLogger,
+    ]
+    return (*classes, *([orbax] if orbax is not None else []))
+
+
+def may_stop(callback: Any) -> bool:
+    """Returns whether a callback has something to do after a batch that could end training, as far as one can see."""
+    from keras_hpc import callbacks as ours
+
+    quiet = (*_rank_0_classes(), keras.callbacks.SwapEMAWeights, ours.LearningRateWarmup)
+    if isinstance(callback, quiet) and type(callback).__module__.startswith(("keras.", "keras_hpc.")):
+        return False
+    is_default = compat.get("keras.src.utils.python_utils:is_default")
+    return any(not is_default(getattr(callback, name)) for name in _BATCH_HOOKS)
+
+
+def _running_fit(callbacks: Any) -> scope.Fit | None:
+    fit = scope.fit()
+    return fit if fit is not None and scope.active() and getattr(callbacks, "model", None) is fit.model else None
+
+
+def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def on_train_begin(self: Any, logs: Any = None) -> None:
+        original(self, logs)
+        fit = _running_fit(self)
+        if fit is None:
+            return
+        model, team = fit.model, teams.team_of(fit.model)
+        losses.check_exact(model)
+        # A callback may have restored weights and the epoch to go on with, on the root alone.
+        epoch = -1 if model._initial_epoch is None or team.rank > 0 else model._initial_epoch
+        message = np.array([not is_built(model), any(map(may_stop, self.callbacks)), epoch], np.int64)
+        team.allreduce(message, op="max")
+        unbuilt, fit.agree_each_batch, epoch = (int(value) for value in message)
+        model._initial_epoch = None if epoch < 0 else epoch
+        if not unbuilt:
+            state.synchronize(model)
+
+    return on_train_begin
+
+
+def is_built(model: Any) -> bool:
+    """Returns whether a model and the optimizer it was compiled with have all their variables."""
+    optimizer = getattr(model, "optimizer", None)
+    return all(layer.built for layer in model._flatten_layers()) and (optimizer is None or optimizer.built)
+
+
+def _agree(fit: scope.Fit) -> None:
+    stop = np.array([bool(fit.model.stop_training)], np.int64)
+    teams.team_of(fit.model).allreduce(stop, op="max")
+    fit.model.stop_training = bool(stop[0])
+
+
+def _agreeing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
+        original(self, epoch, logs)
+        fit = _running_fit(self)
+        if fit is not None:
+            _agree(fit)
+
+    return on_epoch_end
+
+
+def _agreeing_if_needed(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def on_train_batch_end(self: Any, batch: int, logs: Any = None) -> None:
+        original(self, batch, logs)
+        fit = _running_fit(self)
+        if fit is not None and fit.agree_each_batch:
+            _agree(fit)
+
+    return on_train_batch_end

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every private Keras name that the hooks touch, and what they cannot work with.
+
+The table is checked when `init()` runs: a Keras whose internals moved gives one clear error then, not a wrong result
+later.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import CodeType, ModuleType
+from typing import Any
+
+import keras
+
+from keras_hpc.keras_hooks import data
+
+VERSIONS = "3.10 to 3.15"
+
+_OPTIMIZER = "keras.src.optimizers.base_optimizer:BaseOptimizer"
+_LOSS_SCALE = "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer"
+_TRAINER = "keras.src.trainers.trainer:Trainer"
+_LAYER = "keras.src.layers.layer:Layer"
+_CALLBACKS = "keras.src.callbacks.callback_list:CallbackList"
+BACKEND_TRAINERS = {
+    "tensorflow": "keras.src.backend.tensorflow.trainer:TensorFlowTrainer",
+    "jax": "keras.src.backend.jax.trainer:JAXTrainer",
+}
+
+# name: Keras versions it was seen in. Names are `module:attribute`, the attribute may be dotted.
+REQUIRED = {
+    f"{_OPTIMIZER}.__init__": VERSIONS,
+    f"{_OPTIMIZER}.apply": VERSIONS,
+    f"{_OPTIMIZER}._clip_gradients": VERSIONS,
+    f"{_LOSS_SCALE}.apply": VERSIONS,
+    f"{_LOSS_SCALE}.stateless_apply": VERSIONS,
+    f"{_LOSS_SCALE}.check_finite": VERSIONS,
+    f"{_TRAINER}._get_metrics_result_or_logs": VERSIONS,
+    f"{_TRAINER}._resolve_auto_jit_compile": VERSIONS,
+    f"{_TRAINER}._symbolic_build": VERSIONS,
+    f"{_LAYER}._flatten_layers": VERSIONS,
+    f"{_CALLBACKS}.on_train_begin": VERSIONS,
+    f"{_CALLBACKS}.on_epoch_end": VERSIONS,
+    f"{_CALLBACKS}.on_train_batch_end": VERSIONS,
+    "keras.src.trainers.epoch_iterator:EpochIterator.__init__": VERSIONS,
+    "keras.src.models.model:Model.load_weights": VERSIONS,
+    "keras.src.losses.loss:reduce_weighted_values": VERSIONS,
+    "keras.src.losses.loss:apply_mask": VERSIONS,
+    "keras.src.random.seed_generator:global_seed_generator": VERSIONS,
+    "keras.src.random.seed_generator:GLOBAL_SEED_GENERATOR": VERSIONS,
+    "keras.src.backend.common.global_state:get_global_attribute": VERSIONS,
+    "keras.src.backend.common.stateless_scope:in_stateless_scope": VERSIONS,
+    "keras.src.utils.python_utils:is_default": VERSIONS,
+}
+
+# Present in some versions only: `find` returns None where they are missing.
+OPTIONAL = {
+    "keras.src.optimizers.multi_optimizer:MultiOptimizer": "3.13 to 3.15",
+    "keras.src.callbacks.orbax_checkpoint:OrbaxCheckpoint": "3.13 to 3.15",
+}
+
+# Attributes of instances, with the method that must mention them.
+REQUIRED_ATTRIBUTES = {
+    f"{_OPTIMIZER}.__init__": ("_trainable_variables", "_iterations", "gradient_accumulation_steps"),
+    f"{_OPTIMIZER}._overwrite_variable_with_gradient": ("overwrite_with_gradient",),
+    f"{_LOSS_SCALE}.__init__": ("inner_optimizer",),
+    f"{_TRAINER}.__init__": ("_initial_epoch", "compiled"),
+    f"{_LAYER}._initialize_tracker": ("_non_trainable_variables", "_seed_generators"),
+    f"{_CALLBACKS}.__init__": ("callbacks", "set_model"),
+}
+
+
+def find(name: str) -> Any:
+    """Returns the object called `module:attribute.attribute`, or None where this Keras has none."""
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError:
+        return None
+    for part in path.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            return None
+    return found
+
+
+def get(name: str) -> Any:
+    """Returns the object called `module:attribute`; raises ImportError naming the Keras version where it is gone."""
+    found = find(name)
+    if found is None:
+        raise ImportError(
+            f"keras_hpc does not fit Keras {keras.__version__}: `{name}` is missing. Expected Keras {VERSIONS}; "
+            f"install one of these, or a newer keras_hpc. Received: keras=={keras.__version__}"
+        )
+    return found
+
+
+def module(name: str) -> ModuleType:
+    """Returns a module of Keras."""
+    return importlib.import_module(name)
+
+
+def backend_trainer() -> type:
+    """Returns the trainer class of the active backend."""
+    backend = keras.backend.backend()
+    if backend not in BACKEND_TRAINERS:
+        raise ValueError(
+            "keras_hpc trains with the TensorFlow and JAX backends. Set KERAS_BACKEND to one of them. "
+            f"Received: {backend!r}"
+        )
+    trainer: type = get(BACKEND_TRAINERS[backend])
+    return trainer
+
+
+def check() -> None:
+    """Asserts that Keras is as the hooks expect, and that nobody else averages gradients.
+
+    Raises:
+        ImportError: a private name is missing in this Keras version.
+        ValueError: the backend is not supported.
+        RuntimeError: `keras.distribution` or `torch.distributed` is active.
+    """
+    trainer = backend_trainer()
+    for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "make_train_function"):
+        get(f"{BACKEND_TRAINERS[keras.backend.backend()]}.{name}")
+    for name in (*REQUIRED, *data.REQUIRED):
+        get(name)
+    for owner, attributes in REQUIRED_ATTRIBUTES.items():
+        _check_mentions(owner, get(owner), attributes)
+    for owner, attributes in data.REQUIRED_ATTRIBUTES.items():
+        _check_mentions(owner, get(owner).__init__, attributes)
+    if keras.backend.backend() == "jax":
+        _check_mentions(trainer.__name__, trainer.fit, ("_jax_state_synced", "jax_state_sync"))  # type: ignore[attr-defined]
+    _refuse_other_distribution()
+
+
+def activity_loss_is_per_sample() -> bool:
+    """Returns whether this Keras divides activity regularization by the batch size (it began to after 3.10)."""
+    return "divide_no_nan" in _names(get(f"{_LAYER}.__call__"))
+
+
+def _names(function: Any) -> set[str]:
+    """Returns all names and strings that a function and the functions inside it mention."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    found: set[str] = set()
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        found.update(code.co_names, code.co_freevars, (c for c in code.co_consts if isinstance(c, str)))
+        codes.extend(c for c in code.co_consts if isinstance(c, CodeType))
+    # A decorated function without `__wrapped__` is reached through its closure.
+    for cell in function.__closure__ or ():
+        if callable(cell.cell_contents) and hasattr(cell.cell_contents, "__code__"):
+            found |= _names(cell.cell_contents)
+    return found
+
+
+def _check_mentions(owner: str, function: Any, attributes: tuple[str, ...]) -> None:
+    missing = [name for name in attributes if name not in _names(function)]
+    if missing:
+        raise ImportError(
+            f"keras_hpc does not fit Keras {keras.__version__}: `{owner}` has no attribute {missing} any more. "
+            f"Expected Keras {VERSIONS}. Received: keras=={keras.__version__}"
+        )
+
+
+def _refuse_other_distribution() -> None:
+    active = keras.distribution.distribution()
+    if active is not None:
+        raise RuntimeError(
+            "A keras.distribution is active, so gradients would be averaged twice. Use either keras_hpc or "
+            "keras.distribution: call keras.distribution.set_distribution(None) before keras_hpc.init(). "
+            f"Received: {active}"
+        )
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is initialised, so gradients could be averaged twice. Use either keras_hpc or "
+            "torch.distributed: do not call torch.distributed.init_process_group() in a keras_hpc job. "
+            f"Received: backend {torch.distributed.get_backend()!r}, {torch.distributed.get_world_size()} processes"
+        )

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the hooks into Keras and takes them out again, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from keras_hpc.keras_hooks import callbacks, compat, data, losses, metrics, optimizer, scope, state, trainer
+
+_MISSING = object()
+
+
+class Patcher:
+    """Replaces attributes of classes and modules, and remembers what was there."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def patch(self, owner: Any, name: str, make_replacement: Callable[[Any], Any]) -> None:
+        """Sets `owner.name` to `make_replacement(original)` until `restore()`.
+
+        Args:
+            owner: class or module. An inherited attribute is shadowed, its definition stays untouched.
+            name: the attribute.
+            make_replacement: gets the present value, as `getattr` returns it.
+        """
+        self._replaced.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, make_replacement(getattr(owner, name)))
+
+    def restore(self) -> None:
+        """Puts back every replaced attribute, the last one first."""
+        while self._replaced:
+            owner, name, original = self._replaced.pop()
+            if original is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+_patcher = Patcher()
+
+
+def install(job: Any) -> None:
+    """Hooks into Keras for a running job.
+
+    Args:
+        job: the `runtime.Job`.
+
+    Raises:
+        ImportError: the internals of this Keras version are not those we know.
+        RuntimeError: another library averages gradients already.
+    """
+    compat.check()
+    try:
+        for part in (state, losses, optimizer, trainer, metrics, callbacks, data):
+            part.install(job, _patcher)
+    except BaseException:
+        uninstall()
+        raise
+
+
+def uninstall() -> None:
+    """Takes every hook out. Keras is then as before `install`, and compiled steps that held hooks are forgotten."""
+    _patcher.restore()
+    trainer.forget()
+    state.forget()
+    scope.forget()

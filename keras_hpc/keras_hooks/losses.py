@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes losses of several ranks add up to the loss of one rank on the same global batch.
+
+Gradients are weighted by samples, so a loss that is a mean over samples needs nothing. Other losses divide a sum S by
+something else: by nothing (`"sum"`), the sum d of sample weights (`"mean_with_sample_weight"`) or the number d of
+unmasked values. One rank would compute sum(S_r) / sum(d_r); rank r has S_r / d_r and weighs n_r / sum(n_r). So its loss
+is multiplied by (d_r / sum(d_r)) (sum(n_r) / n_r), without the d for `"sum"`. That costs an exchange of two numbers, in
+these cases only.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+
+from keras_hpc import backends, runtime, teams
+from keras_hpc.keras_hooks import compat, scope
+
+
+def install(job: Any, patcher: Any) -> None:
+    """Hooks the one function in which Keras reduces losses."""
+
+    def weigh(original: Any) -> Any:
+        @functools.wraps(original)
+        def reduce_weighted_values(
+            values: Any,
+            sample_weight: Any = None,
+            mask: Any = None,
+            reduction: Any = "sum_over_batch_size",
+            dtype: Any = None,
+        ) -> Any:
+            loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+            step = scope.step()
+            if step is None or step.count is None or len(values.shape) == 0 or not scope.active():
+                return loss
+            divisor = _divisor(loss.dtype, sample_weight, mask, reduction)
+            return loss if divisor is None else loss * keras.ops.cast(_share(step, divisor), loss.dtype)
+
+        return reduce_weighted_values
+
+    patcher.patch(compat.module("keras.src.losses.loss"), "reduce_weighted_values", weigh)
+
+
+def check_exact(model: Any) -> None:
+    """Refuses, or mentions, what several ranks cannot compute as one rank would.
+
+    Raises:
+        ValueError: with `batch="global"`, which promises the result of one rank.
+    """
+    inexact = [
+        f"layer `{layer.name}` normalizes over this rank's batch alone although `synchronized=True`"
+        for layer in model._flatten_layers()
+        if getattr(layer, "synchronized", False)
+    ]
+    if not compat.activity_loss_is_per_sample():
+        inexact += [
+            f"layer `{layer.name}` has an `activity_regularizer`, which Keras {keras.__version__} sums over the batch"
+            for layer in model._flatten_layers()
+            if getattr(layer, "activity_regularizer", None) is not None
+        ]
+    if inexact and runtime.job().batch == "global":
+        raise ValueError(
+            'With keras_hpc.init(batch="global"), ranks compute what one rank computes on the same batch. That is not '
+            f'possible for this model; use other layers, or batch="local". Received: {"; ".join(inexact)}'
+        )
+    for text in inexact:
+        runtime.notice(f"results depend on the number of ranks: {text}")
+
+
+def _divisor(dtype: Any, sample_weight: Any, mask: Any, reduction: Any) -> Any:
+    """Returns what Keras divided this rank's sum of losses by; 1.0 if by nothing, None if by the number of values."""
+    if reduction == "sum":
+        return 1.0
+    if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
+        if sample_weight is not None:
+            sample_weight = keras.ops.convert_to_tensor(sample_weight, dtype=dtype)
+        if mask is not None:
+            mask = keras.ops.convert_to_tensor(mask, dtype=dtype)
+        apply_mask = compat.get("keras.src.losses.loss:apply_mask")
+        return keras.ops.sum(apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction))
+    if reduction in ("sum_over_batch_size", "mean") and mask is not None:
+        return keras.ops.sum(keras.ops.cast(mask, "float32"))
+    return None
+
+
+def _share(step: scope.Step, divisor: Any) -> Any:
+    """Returns `(d_r / sum(d_r)) (sum(n_r) / n_r)`; 1 on a rank without samples."""
+    team = teams.team_of(step.model)
+    count = keras.ops.cast(step.count, "float32")
+    divided = isinstance(divisor, float)  # then the sums stay sums
+    has_samples = count > 0
+    mine = keras.ops.where(has_samples, keras.ops.cast(divisor, "float32"), 0.0)
+    step.losses += 1
+    specs = [teams.TensorSpec("counts", (2,), "float32")]
+    plan = team.plan(f"{step.key}/loss{step.losses}", specs, op="sum", weighted=False)
+    exchanged = keras.ops.stop_gradient(keras.ops.stack([count, mine]))
+    (total,) = backends.current().reduce(plan, [exchanged])
+    of_divisor = 1.0 if divided else keras.ops.divide_no_nan(mine, total[1])
+    return keras.ops.where(has_samples, of_divisor * keras.ops.divide_no_nan(total[0], count), 1.0)

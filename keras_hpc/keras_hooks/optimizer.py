@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The funnel: every update of every optimizer passes `apply`, and there gradients become those of all ranks.
+
+Only the outermost call reduces: `LossScaleOptimizer` and `MultiOptimizer` call `apply` of the optimizers they hold.
+Gradients are reduced before the check for finite values, clipping and norms, so that all ranks decide alike.
+
+With `gradient_accumulation_steps` they are reduced once per update, in `_clip_gradients`, on the accumulated sum. One
+rank would give each micro-batch the same weight; so a gradient is first multiplied by n_r / mean(n_r) of its own
+micro-batch, and the plain mean over ranks is then exact. That costs an exchange of one number per micro-batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from keras_hpc import backends, teams
+from keras_hpc.keras_hooks import compat, scope, state
+
+
+class _Funnel(threading.local):
+    outer: Any = None  # the optimizer whose call is the outermost
+    deferred: bool = False  # whether reduction waits for the accumulated gradients
+
+
+_funnel = _Funnel()
+
+
+def install(job: Any, patcher: Any) -> None:
+    """Wraps every method that applies gradients, also of classes that the user defines later."""
+    base = compat.get("keras.src.optimizers.base_optimizer:BaseOptimizer")
+    loss_scale = compat.get("keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer")
+    wrapped: set[type] = set()
+
+    def wrap_class(owner: type) -> None:
+        for cls in owner.__mro__:
+            if issubclass(cls, base) and cls not in wrapped:
+                wrapped.add(cls)
+                for name in ("apply", "stateless_apply"):
+                    # The base class' stateless_apply calls apply; that of a loss scale has a condition around it.
+                    if name in vars(cls) and (name == "apply" or issubclass(cls, loss_scale)):
+                        patcher.patch(cls, name, _reducing)
+
+    def wrap_subclasses(cls: type) -> None:
+        wrap_class(cls)
+        for subclass in cls.__subclasses__():
+            wrap_subclasses(subclass)
+
+    def notice_class(original: Any) -> Any:
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            wrap_class(type(self))
+            original(self, *args, **kwargs)
+
+        return __init__
+
+    wrap_subclasses(base)
+    patcher.patch(base, "__init__", notice_class)
+    patcher.patch(base, "_clip_gradients", _reducing_accumulated)
+    patcher.patch(loss_scale, "check_finite", _agreeing)
+
+
+def accumulates(optimizer: Any) -> bool:
+    """Returns whether an optimizer, or one that it holds, accumulates gradients."""
+    return bool(optimizer.gradient_accumulation_steps) or any(map(accumulates, _held(optimizer)))
+
+
+def _held(optimizer: Any) -> Sequence[Any]:
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [inner] if inner is not None else getattr(optimizer, "optimizers", None) or []
+
+
+def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inside = _funnel.outer is not None
+        if not scope.active() or (inside and not (_funnel.deferred and _reduces_in_deferral(self))):
+            return original(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        gradients = list(bound.arguments["grads"])
+        stateless = original.__name__ == "stateless_apply"  # which is given values instead of variables
+        variables = (not stateless and bound.arguments.get("trainable_variables")) or self._trainable_variables
+        if inside:
+            bound.arguments["grads"] = reduce_gradients(self, gradients, variables, None)
+            return original(*bound.args, **bound.kwargs)
+        _make_equal(self, list(variables), stateless)
+        step = scope.step()
+        count = None if step is None else step.count
+        deferred = accumulates(self)
+        prepare = _scale_by_share if deferred else reduce_gradients
+        bound.arguments["grads"] = prepare(self, gradients, variables, count)
+        _funnel.outer, _funnel.deferred = self, deferred
+        try:
+            return original(*bound.args, **bound.kwargs)
+        finally:
+            _funnel.outer, _funnel.deferred = None, False
+
+    return wrapper
+
+
+def _reduces_in_deferral(optimizer: Any) -> bool:
+    """Returns whether an inner optimizer does not accumulate although another one beside it does."""
+    return not _held(optimizer) and not optimizer.gradient_accumulation_steps
+
+
+def _reducing_accumulated(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _clip_gradients(self: Any, grads: Any) -> Any:
+        if _funnel.deferred and self.gradient_accumulation_steps and scope.active():
+            due = None
+            if keras.backend.backend() == "jax":  # TensorFlow calls this only when an update is due
+                due = (self._iterations + 1) % self.gradient_accumulation_steps == 0
+            grads = reduce_gradients(self, list(grads), (), None, due)
+        return original(self, grads)
+
+    return _clip_gradients
+
+
+def _agreeing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def check_finite(self: Any, grads: Any) -> Any:
+        finite = original(self, grads)
+        if not (_funnel.deferred and scope.active()):
+            return finite
+        flag = keras.ops.reshape(keras.ops.cast(finite, "int32"), (1,))
+        return _exchange(self, "finite", flag, "min")[0] > 0
+
+    return check_finite
+
+
+def reduce_gradients(
+    optimizer: Any, gradients: list[Any], variables: Sequence[Any], count: Any, due: Any = None
+) -> list[Any]:
+    """Returns the mean of the gradients over all ranks, weighted by their samples. Collective.
+
+    Args:
+        optimizer: the optimizer that applies them.
+        gradients: this rank's; those that are None stay None.
+        variables: theirs; empty where Keras does not say.
+        count: samples of this rank in this step, a number or a scalar tensor; None if every rank counts alike.
+        due: JAX: a scalar tensor, whether to reduce at all in this step.
+    """
+    result = list(gradients)
+    # Backward computes the last variable's gradient first.
+    order = [index for index in reversed(range(len(gradients))) if gradients[index] is not None]
+    extremes = _overwriting(variables)
+    sparse = [index for index in order if hasattr(gradients[index], "indices")]
+    maxima = [index for index in order if index in extremes]
+    means = [index for index in order if index not in extremes and index not in sparse]
+    team = teams.team_of(_funnel.outer or optimizer)
+    for name, indices in (("", means), ("/maximum", maxima)):
+        if indices:
+            specs = [_spec(i, gradients[i], variables) for i in indices]
+            op = "max" if name else "mean"
+            plan = team.plan(_key(optimizer) + name, specs, op=op, weighted=not name)
+            tensors = [gradients[i] for i in indices]
+            reduced = backends.current().reduce(plan, tensors, weight=None if name else count, active=due)
+            for index, tensor in zip(indices, reduced, strict=True):
+                result[index] = tensor
+    if sparse:
+        share = _share(optimizer, count) / team.size
+        for index in sparse:
+            result[index] = _gather(team, gradients[index], share)
+    return result
+
+
+def _spec(index: int, gradient: Any, variables: Sequence[Any]) -> Any:
+    owner = variables[index] if variables else gradient
+    name = scope.plain_path(owner) if variables else "accumulated gradient"
+    return teams.TensorSpec(f"{index}: {name}", tuple(owner.shape), keras.backend.standardize_dtype(gradient.dtype))
+
+
+def _overwriting(variables: Sequence[Any]) -> set[int]:
+    """Returns the positions of float8 scales. Keras stores them as they are; one rank would take the maximum."""
+    return {i for i, variable in enumerate(variables) if getattr(variable, "overwrite_with_gradient", False)}
+
+
+def _gather(team: Any, gradient: Any, share: Any) -> Any:
+    """Returns a sparse gradient with the rows of all ranks, as one rank has it on the global batch.
+
+    Adding up rows into a dense gradient instead would change Adam, which Keras gives every row of its own.
+    """
+    import tensorflow as tf
+
+    kept = tf.where(share > 0, tf.shape(gradient.indices)[0], 0)
+    values = gradient.values[:kept] * tf.cast(share, gradient.values.dtype)
+    gather = backends.current().allgather_rows
+    return tf.IndexedSlices(gather(team, values), gather(team, gradient.indices[:kept]), gradient.dense_shape)
+
+
+def _scale_by_share(optimizer: Any, gradients: list[Any], variables: Sequence[Any], count: Any) -> list[Any]:
+    """Multiplies gradients by n_r / mean(n_r); those of a rank without samples become zero, whatever they were."""
+    if count is None:
+        return gradients
+    share = _share(optimizer, count)
+
+    def scale(values: Any) -> Any:
+        zero = keras.ops.zeros_like(values)
+        return keras.ops.where(share > 0, values * keras.ops.cast(share, values.dtype), zero)
+
+    extremes = _overwriting(variables)
+    result = list(gradients)
+    for index, gradient in enumerate(gradients):
+        if gradient is None or index in extremes:
+            continue
+        if hasattr(gradient, "indices"):
+            result[index] = type(gradient)(scale(gradient.values), gradient.indices, gradient.dense_shape)
+        else:
+            result[index] = scale(gradient)
+    return result
+
+
+def _share(optimizer: Any, count: Any) -> Any:
+    """Returns n_r / mean(n_r), a scalar tensor."""
+    if count is None:
+        return keras.ops.convert_to_tensor(1.0, "float32")
+    mine = keras.ops.reshape(keras.ops.cast(count, "float32"), (1,))
+    return (mine / _exchange(optimizer, "count", mine, "mean"))[0]
+
+
+def _key(optimizer: Any) -> str:
+    return scope.key_of(optimizer, "optimizer")
+
+
+def _exchange(optimizer: Any, name: str, tensor: Any, op: str) -> Any:
+    team = teams.team_of(_funnel.outer or optimizer)
+    specs = [teams.TensorSpec(name, tuple(tensor.shape), keras.backend.standardize_dtype(tensor.dtype))]
+    plan = team.plan(f"{_key(optimizer)}/{name}", specs, op=op, weighted=False)
+    return backends.current().reduce(plan, [tensor])[0]
+
+
+def _make_equal(optimizer: Any, variables: list[Any], stateless: bool) -> None:
+    """Gives replicas equal variables before the first update that `fit` and `train_on_batch` did not prepare."""
+    step = scope.step()
+    owner = optimizer if step is None else step.model
+    if state.is_equal(owner):
+        return
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        with tf.init_scope():  # at trace time, before the traced function runs for the first time
+            if step is None:
+                state.synchronize_optimizer(optimizer, variables)
+            else:
+                state.synchronize(owner)
+    elif step is None:
+        if stateless or compat.get("keras.src.backend.common.stateless_scope:in_stateless_scope")():
+            state.check_equal(optimizer)
+        else:
+            state.synchronize_optimizer(optimizer, variables)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the hooks know of the call they are in: is communication on, which step runs, which `fit`.
+
+All of it is kept for each thread, as a job may train models of several teams in threads of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import re
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from keras_hpc import runtime
+
+
+@dataclasses.dataclass
+class Step:
+    """The training or test step that runs, or is being traced.
+
+    Args:
+        model: the model whose step it is.
+        key: names the model's plans, the same on every rank.
+        count: samples in this rank's batch, a number or a scalar tensor; None if the data has no batch axis.
+    """
+
+    model: Any
+    key: str
+    count: Any
+    losses: int = 0
+
+
+@dataclasses.dataclass
+class Fit:
+    """The `fit` that runs."""
+
+    model: Any
+    agree_each_batch: bool = False
+
+
+class _Scope(threading.local):
+    step: Step | None = None
+    fit: Fit | None = None
+    adapter: Any = None  # of the data that was last opened; None in train_on_batch
+
+
+_scope = _Scope()
+_keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
+
+
+def key_of(owner: Any, kind: str) -> str:
+    """Returns the name of a model's or optimizer's plans.
+
+    They are counted by their first use, and a number is never given again: so the name is the same on every rank,
+    whatever their garbage collectors do.
+    """
+    if owner not in _keys:
+        _keys[owner] = f"{kind}{next(_numbers)}"
+    return _keys[owner]
+
+
+def plain_path(variable: Any) -> str:
+    """Returns a variable's path without the numbers that Keras appends to names, and which may differ between ranks."""
+    return re.sub(r"_\d+(?=/|$)", "", getattr(variable, "path", None) or getattr(variable, "name", ""))
+
+
+def forget() -> None:
+    """Forgets the names that were given, and the data that was opened."""
+    global _numbers
+    _keys.clear()
+    _numbers = itertools.count()
+    _scope.adapter = None
+
+
+def active() -> bool:
+    """Returns whether this call works together with other ranks."""
+    return runtime.is_initialized() and runtime.job().size > 1 and not runtime.is_local()
+
+
+def step() -> Step | None:
+    """Returns the running step; None in a loop of the user's own."""
+    return _scope.step
+
+
+def fit() -> Fit | None:
+    """Returns the running `fit`."""
+    return _scope.fit
+
+
+def adapter() -> Any:
+    """Returns the adapter of the data set that was last opened."""
+    return _scope.adapter
+
+
+def set_adapter(value: Any) -> None:
+    """Remembers the adapter of the data set that was opened."""
+    _scope.adapter = value
+
+
+@contextlib.contextmanager
+def running_step(value: Step) -> Iterator[Step]:
+    """Makes `value` the running step."""
+    before, _scope.step = _scope.step, value
+    try:
+        yield value
+    finally:
+        _scope.step = before
+
+
+@contextlib.contextmanager
+def running_fit(value: Fit) -> Iterator[Fit]:
+    """Makes `value` the running `fit`."""
+    before, _scope.fit = _scope.fit, value
+    try:
+        yield value
+    finally:
+        _scope.fit = before
