@@ -61,7 +61,13 @@ def test_mine_lists_the_same_samples_as_bounds(samples, batch_size, size, mode):
             np.testing.assert_array_equal(row, order[start:stop])
 
 
-@given(samples=st.integers(1, 300), batch=st.integers(1, 70), size=SIZES, seed=st.integers(0, 2**62), epoch=st.integers(0, 5))
+@given(
+    samples=st.integers(1, 300),
+    batch=st.integers(1, 70),
+    size=SIZES,
+    seed=st.integers(0, 2**62),
+    epoch=st.integers(0, 5),
+)
 def test_order_is_common_reproducible_and_complete(samples, batch, size, seed, epoch):
     for shuffle in (False, True, "batch"):
         orders = [Partition(samples, batch, place).order(shuffle, seed, epoch) for place in places(size)]

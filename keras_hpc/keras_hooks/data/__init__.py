@@ -2,7 +2,8 @@
 """Gives each rank its part of the data that the user hands to `fit`, `evaluate` and `predict`.
 
 `partition` knows which samples are whose; one module for each kind of data carries that out (`arrays`, `tf_datasets`,
-`py_datasets`, `torch_loaders`); `sharding` chooses among them and lets the ranks agree; `hooks` and `predict` sit in Keras.
+`py_datasets`, `torch_loaders`); `sharding` chooses among them and lets the ranks agree; `hooks` and `predict` sit in
+Keras.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 _ADAPTERS = "keras.src.trainers.data_adapters"
 
-# Private Keras names that this package uses, as "module:name", seen in Keras 3.10 to 3.15. `compat` checks them at `init()`.
+# Private Keras names that this package uses, as "module:name", seen in Keras 3.10 to 3.15. `compat` checks them.
 REQUIRED = (
     "keras.src.trainers.epoch_iterator:EpochIterator.__init__",
     f"{_ADAPTERS}:is_tf_dataset",
@@ -47,7 +48,8 @@ def install(job: Any, patcher: Any) -> None:
 
     Args:
         job: the running `runtime.Job`.
-        patcher: has `patch(owner, attribute, make_replacement)`, which sets `make_replacement(original)` until uninstalled.
+        patcher: has `patch(owner, attribute, make_replacement)`, which puts
+            `make_replacement(original)` in its place until uninstalled.
     """
     from keras_hpc.keras_hooks.data import hooks
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which samples does a rank see in which step: index arithmetic, without Keras and without communication.
 
-Words: an *order* is the sequence in which one pass over the data visits the samples, the same on every rank. It is cut into
-*global batches*, one for each step, and every global batch into one contiguous *part* for each rank.
+Words: an *order* is the sequence in which one pass over the data visits the samples, the same on every rank. It is cut
+into *global batches*, one for each step, and every global batch into one contiguous *part* for each rank.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ class Place:
     batch: str = "local"
 
     def part(self, count: int) -> tuple[int, int]:
-        """Returns `(start, stop)` of this rank's part of `count` rows. Parts differ by one row at most."""
-        each, rest = divmod(count, self.size)
-        start = self.rank * each + min(self.rank, rest)
-        return start, start + each + (self.rank < rest)
+        """Returns `(start, stop)` of this rank's part of `count` rows. Parts differ by one row at most.
+
+        Only plain arithmetic, so `count` may be an integer tensor, too.
+        """
+        start, stop = (-(-count * rank // self.size) for rank in (self.rank, self.rank + 1))
+        return start, stop
 
     def global_batch(self, batch_size: int) -> int:
         """Returns how many samples all ranks together see in a step."""
@@ -88,7 +90,8 @@ class Partition:
         """Returns the order of pass number `epoch`, the same wherever `seed` is.
 
         Args:
-            shuffle: `False` keeps the samples as they are, `True` permutes them all, `"batch"` within each global batch.
+            shuffle: `False` keeps the samples as they are, `True` permutes them all, `"batch"` permutes within each
+                global batch.
             seed: non-negative integer that all ranks agree on.
             epoch: number of the pass; each has its own permutation.
         """
@@ -106,15 +109,16 @@ class Partition:
 def deal(batches: Iterable[T], empty_like: Callable[[T], T], place: Place) -> Iterator[T]:
     """Deals ready-made batches to ranks: step s takes the next `size` of them, and rank r the r-th of these.
 
-    In a last step that is short of batches the ranks left without one get an empty batch, so all run the same number of steps.
+    In a last step that is short of batches the ranks left without one get an empty batch, so that all run the same
+    number of steps.
 
     Args:
         batches: the batches, the same on every rank. May be endless.
         empty_like: makes an empty batch from a batch.
         place: this rank's place.
     """
-    # A rank goes without a batch only if some rank before it got the last one: `rank` empty ones behind the batches are enough,
-    # and never make a step of their own.
+    # A rank goes without a batch only if some rank before it got the last one: `rank` empty ones behind the batches
+    # are enough, and never make a step of their own.
     sample: T | None = None
     for number, batch in enumerate(itertools.chain(batches, itertools.repeat(None, place.rank))):
         if batch is not None:

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`keras.utils.PyDataset`: its batches are dealt to the ranks, or each is cut among them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer, PyDatasetAdapter
+
+from keras_hpc.keras_hooks.data import rows
+from keras_hpc.keras_hooks.data.partition import Partition, Place
+
+
+class _Pass(keras.utils.PyDataset):  # type: ignore[misc]
+    """This rank's batches of one pass, by step. Worker processes get a copy.
+
+    Args:
+        source: the user's data set.
+        place: this rank's place.
+        order: the order of the batches, the same on every rank; `None` leaves them as they are.
+    """
+
+    def __init__(self, source: Any, place: Place, order: np.ndarray | None = None) -> None:
+        super().__init__(source.workers, source.use_multiprocessing, source.max_queue_size)
+        self.source = source
+        self.place = place
+        self.order = order
+
+    @property
+    def num_batches(self) -> int | None:
+        batches = self.source.num_batches
+        return None if batches is None else self.place.steps(batches)
+
+    def __getitem__(self, step: int) -> Any:
+        if self.place.batch == "global":
+            return rows.mine(self._batch(step), self.place)
+        number = step * self.place.size + self.place.rank
+        if self.source.num_batches is None or number < self.source.num_batches:
+            return self._batch(number)
+        # No batch left for this rank: one more is read for its shape, while the other ranks read theirs.
+        return rows.empty_like(self._batch(0))
+
+    def _batch(self, number: int) -> Any:
+        return self.source[number if self.order is None else int(self.order[number])]
+
+    def on_epoch_begin(self) -> None:
+        self.source.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self.source.on_epoch_end()
+
+
+class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc]
+    """This rank's part of a `PyDataset`; its workers, processes and queue size are kept."""
+
+    def __init__(self, place: Place, source: Any, class_weight: Any = None, shuffle: bool | str = False) -> None:
+        batches = source.num_batches
+        if batches == 0:
+            raise ValueError(f"Cannot share out an empty data set. Received: {source} of length 0.")
+        super().__init__(_Pass(source, place), class_weight=class_weight, shuffle=False)
+        # Each pass starts workers of its own, so that those of an abandoned pass never feed the next one.
+        self.enqueuer = None
+        self.shuffle = shuffle and batches is not None
+        self.seed = 0
+        self._epoch = 0
+        self.may_be_empty = place.batch == "global" or (batches is not None and batches % place.size > 0)
+        self.fingerprint = ["PyDataset", batches, str(shuffle), type(source).__name__]
+
+    @property
+    def summary(self) -> str:
+        """What was decided, in a few words."""
+        batches, steps = self.py_dataset.source.num_batches, self.num_batches
+        how = "dealt to ranks one by one" if self.py_dataset.place.batch == "local" else "each cut among the ranks"
+        return f"PyDataset, {batches or 'endless'} batches, {how}, steps an epoch: {steps or 'unknown'}"
+
+    def content(self) -> int:
+        """Nothing cheap can be compared."""
+        return 0
+
+    def _get_iterator(self) -> Iterator[Any]:
+        source, place, epoch = self.py_dataset.source, self.py_dataset.place, self._epoch
+        order = None
+        if self.shuffle:
+            batches = Partition(source.num_batches, 1, place)
+            order = batches.order(True, self.seed, epoch)
+        for batch in _read(_Pass(source, place, order)):
+            yield self._standardize_batch(batch)
+            self._epoch = epoch + 1  # Not before: see `arrays.ShardedArrays`.
+
+
+def _read(part: _Pass) -> Iterator[Any]:
+    """Yields a pass's batches, read ahead by its workers if it has any."""
+    steps = itertools.count() if part.num_batches is None else range(part.num_batches)
+    if not (part.workers > 1 or (part.workers > 0 and part.use_multiprocessing)):
+        yield from (part[step] for step in steps)
+        return
+    enqueuer = OrderedEnqueuer(part, part.workers, part.use_multiprocessing, part.max_queue_size)
+    enqueuer.start()
+    try:
+        for _, batch in zip(steps, enqueuer.get(), strict=False):
+            yield batch
+    finally:
+        enqueuer.stop()

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of ready-made batches: nested structures of arrays or tensors with a common first axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras.src import tree
+from keras.src.trainers.data_adapters import data_adapter_utils
+
+from keras_hpc.keras_hooks.data.partition import Place
+
+
+def count(batch: Any) -> int:
+    """Returns the number of rows."""
+    return next(int(a.shape[0]) for a in tree.flatten(batch) if a is not None)
+
+
+def take(batch: Any, start: int, stop: int) -> Any:
+    """Returns the rows from `start` to `stop`."""
+
+    def one(array: Any) -> Any:
+        if array is None:
+            return None
+        if data_adapter_utils.is_tensorflow_sparse(array):
+            import tensorflow as tf
+
+            rest = array.shape[1:]
+            return tf.sparse.slice(array, [start, *(0 for _ in rest)], [stop - start, *rest])
+        return array[start:stop]
+
+    return tree.map_structure(one, batch)
+
+
+def empty_like(batch: Any) -> Any:
+    """Returns a batch of the same kind without rows."""
+    return take(batch, 0, 0)
+
+
+def mine(batch: Any, place: Place) -> Any:
+    """Returns this rank's part of a batch that all ranks hold."""
+    return take(batch, *place.part(count(batch)))

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tf.data.Dataset`: its batches are dealt to the ranks, or each is cut among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+
+from keras_hpc.keras_hooks.data.partition import Place
+
+
+class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc]
+    """This rank's part of a `tf.data.Dataset`, for any backend: each rank runs the whole pipeline."""
+
+    shuffle = False
+
+    def __init__(self, place: Place, dataset: Any, class_weight: Any = None) -> None:
+        spec, cardinality = dataset.element_spec, int(dataset.cardinality())
+        if cardinality == 0:
+            raise ValueError(f"Cannot share out an empty data set. Received: {dataset}.")
+        _check_batched(spec)
+        super().__init__(shard(dataset, place), class_weight=class_weight)
+        self.place = place
+        # A known number of batches (-1: endless, -2: unknown) tells whether the last step has one for every rank.
+        self.may_be_empty = (
+            place.batch == "global" or cardinality == -2 or (cardinality > 0 and cardinality % place.size > 0)
+        )
+        self.fingerprint = ["tf.data", cardinality, str(spec)]
+        self._batches = {-1: "endless", -2: "unknown number of"}.get(cardinality, str(cardinality))
+        self.unseeded = shuffles_without_seed(dataset)
+
+    @property
+    def summary(self) -> str:
+        """What was decided, in a few words."""
+        how = "dealt to ranks one by one" if self.place.batch == "local" else "each cut among the ranks"
+        steps = "unknown" if self.num_batches is None else self.num_batches
+        return f"tf.data.Dataset, {self._batches} batches, {how}, steps an epoch: {steps}"
+
+    def content(self) -> int:
+        """Nothing cheap can be compared."""
+        return 0
+
+
+def shard(dataset: Any, place: Place) -> Any:
+    """Returns this rank's part of `dataset`; ranks get the same number of batches, some of which may have no rows."""
+    import tensorflow as tf
+
+    if place.batch == "global":
+        structured = isinstance(dataset.element_spec, tuple)
+        return dataset.map(
+            lambda *element: _part(element if structured else element[0], place), num_parallel_calls=tf.data.AUTOTUNE
+        ).prefetch(tf.data.AUTOTUNE)
+    # See `partition.deal`: `rank` empty batches behind the others give each rank its full number of steps and never one
+    # more, so nobody has to know how many batches there are.
+    if place.rank and not (dataset.cardinality() >= 0 and dataset.cardinality() % place.size == 0):
+        empty = tf.data.Dataset.range(place.rank).map(lambda _: tf.nest.map_structure(_empty, dataset.element_spec))
+        dataset = dataset.concatenate(empty)
+    return dataset.shard(place.size, place.rank)
+
+
+def shuffles_without_seed(dataset: Any) -> bool:
+    """Whether a `shuffle` somewhere in the pipeline has no seed, so that every rank has its own order.
+
+    Random choices inside the user's own functions (`map`, generators) cannot be seen from outside.
+    """
+    seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
+    if "Shuffle" in type(dataset).__name__ and all(s is not None and int(s) == 0 for s in seeds):
+        return True
+    return any(map(shuffles_without_seed, dataset._inputs()))
+
+
+def _check_batched(spec: Any) -> None:
+    import tensorflow as tf
+
+    for leaf in tf.nest.flatten(spec):
+        if getattr(leaf, "shape", None) is not None and leaf.shape.rank == 0:
+            raise ValueError(
+                "The elements of a tf.data.Dataset must be batches, so that they can be shared out. "
+                f"Call `.batch()` on it. Received: elements of {spec}."
+            )
+
+
+def _part(element: Any, place: Place) -> Any:
+    import tensorflow as tf
+
+    first = next(x for x in tf.nest.flatten(element) if x is not None)
+    rows = first.shape[0]
+    if rows is None:
+        rows = first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first, tf.int64)[0]
+    start, stop = place.part(rows)
+
+    def cut(x: Any) -> Any:
+        if isinstance(x, tf.SparseTensor):
+            rest = x.dense_shape[1:]
+            return tf.sparse.slice(x, tf.concat([[start], 0 * rest], 0), tf.concat([[stop - start], rest], 0))
+        return None if x is None else x[start:stop]
+
+    return tf.nest.map_structure(cut, element)
+
+
+def _empty(spec: Any) -> Any:
+    """Returns a value of `spec` without rows. Other axes of unknown length get the length 1."""
+    import tensorflow as tf
+
+    if isinstance(spec, tf.RaggedTensorSpec):
+        inner = [1 if n is None else n for n in spec.shape[1 + spec.ragged_rank :]]
+        return tf.ragged.constant([], spec.dtype, spec.ragged_rank, inner, row_splits_dtype=spec.row_splits_dtype)
+    if not isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec)):
+        return None
+    shape = [0, *(1 if n is None else n for n in spec.shape[1:])]
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape)
+    return tf.zeros(shape, spec.dtype)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`torch.utils.data.DataLoader`, on any backend: its batches are dealt to the ranks, or each is cut among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
+from torch.utils.data import DataLoader, DistributedSampler
+
+from keras_hpc.keras_hooks.data import rows
+from keras_hpc.keras_hooks.data.partition import Place, deal
+
+
+class ShardedDataLoader(TorchDataLoaderAdapter):  # type: ignore[misc]
+    """This rank's part of a `DataLoader`."""
+
+    shuffle = True  # it may: then the ranks need a common seed
+    _num_batches: int | None
+
+    def __init__(self, place: Place, loader: DataLoader[Any]) -> None:
+        super().__init__(loader)
+        batches = self._num_batches
+        if batches == 0:
+            raise ValueError(f"Cannot share out an empty data set. Received: {loader} of length 0.")
+        self._dataloader = _Part(loader, place)
+        self._num_batches = None if batches is None else place.steps(batches)
+        self.place = place
+        self._batches = batches
+        self.may_be_empty = place.batch == "global" or batches is None or batches % place.size > 0
+        self.fingerprint = ["DataLoader", batches, loader.batch_size, type(loader.sampler).__name__]
+
+    @property
+    def seed(self) -> int:
+        """The seed that the ranks agreed on."""
+        return self._dataloader.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._dataloader.seed = seed
+
+    @property
+    def summary(self) -> str:
+        """What was decided, in a few words."""
+        how = "dealt to ranks one by one" if self.place.batch == "local" else "each cut among the ranks"
+        known = "unknown"
+        return f"DataLoader, {self._batches or known} batches, {how}, steps an epoch: {self._num_batches or known}"
+
+    def content(self) -> int:
+        """Nothing cheap can be compared."""
+        return 0
+
+
+def reads_its_own_part(loader: DataLoader[Any]) -> bool:
+    """Whether the user has sharded the loader already."""
+    return any(
+        isinstance(s, DistributedSampler) for s in (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    )
+
+
+class _Part:
+    """Iterates over this rank's batches, a pass each time."""
+
+    def __init__(self, loader: DataLoader[Any], place: Place) -> None:
+        self.loader = loader
+        self.place = place
+        self.seed = 0
+        self._epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self._epoch
+        # Samplers without a generator of their own draw from torch's: for that moment all ranks have the same one.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed((self.seed + epoch) % 2**63)
+            batches = self._stream() if self.loader.batch_sampler is None else self._chosen()
+            first = next(batches, None)
+        while first is not None:
+            yield first
+            self._epoch = epoch + 1  # Not before: see `arrays.ShardedArrays`.
+            first = next(batches, None)
+
+    def _stream(self) -> Iterator[Any]:
+        """An iterable data set, or one without batches of its own: every rank reads all and keeps its part."""
+        if self.place.batch == "local":
+            return deal(self.loader, rows.empty_like, self.place)
+        return (rows.mine(batch, self.place) for batch in self.loader)
+
+    def _chosen(self) -> Iterator[Any]:
+        """An indexable data set: the rank loads its own samples only."""
+        loader, place = self.loader, self.place
+        chosen: Iterator[list[int]] = map(list, list(loader.batch_sampler))
+        if place.batch == "local":
+            indices = list(deal(chosen, lambda _: [], place))
+        else:
+            indices = [batch[slice(*place.part(len(batch)))] for batch in chosen]
+        loaded = iter(_with_indices(loader, [batch for batch in indices if batch]))
+        empty = None
+        for batch in indices:
+            if not batch and empty is None:
+                empty = rows.empty_like(loader.collate_fn([loader.dataset[0]]))
+            yield next(loaded) if batch else empty
+
+
+def _with_indices(loader: DataLoader[Any], batches: list[list[int]]) -> DataLoader[Any]:
+    """Returns a loader as the user's is, for these samples."""
+    names = (
+        "num_workers",
+        "collate_fn",
+        "pin_memory",
+        "timeout",
+        "worker_init_fn",
+        "multiprocessing_context",
+        "prefetch_factor",
+    )
+    return DataLoader(loader.dataset, batch_sampler=batches, **{name: getattr(loader, name) for name in names})
