@@ -18,7 +18,7 @@ MPIEXEC = Path(sys.executable).parent / "mpiexec"
 SHARED_MEMORY = Path("/dev/shm")
 TOKEN = "KERAS_HPC_TEST_TOKEN"
 
-# One thread per rank: two cores carry up to four ranks here, and thread pools that fight take minutes where ranks take seconds.
+# One thread per rank: two cores carry up to four ranks here, and pools of threads that fight take minutes, not seconds.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
