@@ -1,10 +1,11 @@
 """Runs every tests/ranks/check_*.py on several ranks and both backends.
 
-A check file may narrow what it is run with by module constants: `RANKS = (2, 3)`, `BACKENDS = ("jax",)`, `TIMEOUT = 300`, and may
-set `ENV = {"NAME": "value"}` for its ranks.
+A check file may narrow what it is run with by module constants, `RANKS = (2, 3)`, `BACKENDS = ("jax",)`,
+`TIMEOUT = 300`, and may set `ENV = {"NAME": "value"}` for its ranks.
 """
 
 import ast
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def test_check(path, settings, n, backend, run_ranks, tmp_path):
         run_ranks(n, args, timeout=limit, backend=backend, env=settings["ENV"])
     except pytest.fail.Exception:
         for log in sorted(tmp_path.glob("rank*.txt")):
-            print(f"---- {log.name}\n{log.read_text(errors='replace')[-6000:]}")
+            sys.stdout.write(f"---- {log.name}\n{log.read_text(errors='replace')[-6000:]}\n")
         raise
     for log in tmp_path.glob("rank*.txt"):
         assert " passed" in log.read_text(errors="replace"), f"{log.name} ran no test"

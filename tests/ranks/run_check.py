@@ -1,7 +1,7 @@
 """What each rank of a check runs: `mpiexec -n N python tests/ranks/run_check.py check_x.py SECONDS [FOLDER]`.
 
-Becomes `python -m mpi4py -m pytest -x check_x.py`: under `-m mpi4py` a rank that fails aborts the job, and `-x` keeps it
-from communicating after its first failure. With FOLDER, each rank writes to a file of its own there.
+Becomes `python -m mpi4py -m pytest -x check_x.py`: under `-m mpi4py` a rank that fails aborts the job, and `-x` keeps
+it from communicating after its first failure. With FOLDER, each rank writes to a file of its own there.
 """
 
 import os
