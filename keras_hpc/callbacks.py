@@ -11,7 +11,7 @@ import keras
 from keras_hpc import runtime
 
 
-class LearningRateWarmup(keras.callbacks.Callback):
+class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc]
     """Raises the learning rate linearly from the one compiled to `scale` times that over the first epochs.
 
     With `batch="local"`, `n` ranks make one step where one rank makes `n`, so the rate is multiplied by `n`; at once

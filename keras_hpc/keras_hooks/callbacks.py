@@ -82,9 +82,9 @@ def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
         epoch = -1 if model._initial_epoch is None or team.rank > 0 else model._initial_epoch
         message = np.array([not is_built(model), any(map(may_stop, self.callbacks)), epoch], np.int64)
         team.allreduce(message, op="max")
-        unbuilt, fit.agree_each_batch, epoch = (int(value) for value in message)
-        model._initial_epoch = None if epoch < 0 else epoch
-        if not unbuilt:
+        fit.agree_each_batch = bool(message[1])
+        model._initial_epoch = None if message[2] < 0 else int(message[2])
+        if not message[0]:
             state.synchronize(model)
 
     return on_train_begin

@@ -63,6 +63,7 @@ OPTIONAL = {
 # Attributes of instances, with the method that must mention them.
 REQUIRED_ATTRIBUTES = {
     f"{_OPTIMIZER}.__init__": ("_trainable_variables", "_iterations", "gradient_accumulation_steps"),
+    f"{_OPTIMIZER}.build": ("_accumulated_gradients",),
     f"{_OPTIMIZER}._overwrite_variable_with_gradient": ("overwrite_with_gradient",),
     f"{_LOSS_SCALE}.__init__": ("inner_optimizer",),
     f"{_TRAINER}.__init__": ("_initial_epoch", "compiled"),

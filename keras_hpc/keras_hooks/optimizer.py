@@ -48,7 +48,8 @@ def install(job: Any, patcher: Any) -> None:
 
     def wrap_subclasses(cls: type) -> None:
         wrap_class(cls)
-        for subclass in cls.__subclasses__():
+        subclasses: list[type] = cls.__subclasses__()
+        for subclass in subclasses:
             wrap_subclasses(subclass)
 
     def notice_class(original: Any) -> Any:
@@ -67,12 +68,7 @@ def install(job: Any, patcher: Any) -> None:
 
 def accumulates(optimizer: Any) -> bool:
     """Returns whether an optimizer, or one that it holds, accumulates gradients."""
-    return bool(optimizer.gradient_accumulation_steps) or any(map(accumulates, _held(optimizer)))
-
-
-def _held(optimizer: Any) -> Sequence[Any]:
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return [inner] if inner is not None else getattr(optimizer, "optimizers", None) or []
+    return bool(optimizer.gradient_accumulation_steps) or any(map(accumulates, state.held_optimizers(optimizer)))
 
 
 def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +103,7 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _reduces_in_deferral(optimizer: Any) -> bool:
     """Returns whether an inner optimizer does not accumulate although another one beside it does."""
-    return not _held(optimizer) and not optimizer.gradient_accumulation_steps
+    return not state.held_optimizers(optimizer) and not optimizer.gradient_accumulation_steps
 
 
 def _reducing_accumulated(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,7 +169,7 @@ def reduce_gradients(
 
 def _spec(index: int, gradient: Any, variables: Sequence[Any]) -> Any:
     owner = variables[index] if variables else gradient
-    name = scope.plain_path(owner) if variables else "accumulated gradient"
+    name = scope.plain_name(owner) if variables else "accumulated gradient"
     return teams.TensorSpec(f"{index}: {name}", tuple(owner.shape), keras.backend.standardize_dtype(gradient.dtype))
 
 

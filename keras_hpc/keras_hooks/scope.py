@@ -64,9 +64,12 @@ def key_of(owner: Any, kind: str) -> str:
     return _keys[owner]
 
 
-def plain_path(variable: Any) -> str:
-    """Returns a variable's path without the numbers that Keras appends to names, and which may differ between ranks."""
-    return re.sub(r"_\d+(?=/|$)", "", getattr(variable, "path", None) or getattr(variable, "name", ""))
+def plain_name(variable: Any) -> str:
+    """Returns a variable's name as it is on every rank.
+
+    That is neither its path, which is another one for a model that was loaded, nor the number that Keras may append.
+    """
+    return re.sub(r"(_\d+)?(:0)?$", "", str(variable.name))
 
 
 def forget() -> None:

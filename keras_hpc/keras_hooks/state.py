@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -13,7 +14,8 @@ import keras
 import numpy as np
 
 from keras_hpc import backends, teams
-from keras_hpc.keras_hooks import compat, scope
+from keras_hpc.errors import PlanMismatchError
+from keras_hpc.keras_hooks import compat
 
 _CHUNK_BYTES = 64 << 20
 
@@ -80,10 +82,13 @@ def mark_moved(model: Any) -> None:
 
 
 def replicated_variables(model: Any) -> list[keras.Variable]:
-    """Returns all state of a model and its optimizers, without metrics and random seeds."""
-    optimizers = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
+    """Returns the state of a model and its optimizers that is alike on all ranks.
+
+    That is without metrics, random seeds, and gradients that wait for more micro-batches.
+    """
     skip = {id(generator.state) for generator in _seed_generators(model)} | set(map(id, model.metrics_variables))
-    variables = [*model.variables, *(variable for optimizer in optimizers for variable in optimizer.variables)]
+    skip |= set(map(id, _accumulators(model)))
+    variables = [*model.variables, *(variable for optimizer in _optimizers(model) for variable in optimizer.variables)]
     return [variable for variable in _unique(variables) if id(variable) not in skip]
 
 
@@ -98,7 +103,7 @@ def synchronize(model: Any) -> None:
     """
     team = teams.team_of(model)
     seeds = [generator.state for generator in _seed_generators(model)]
-    broadcast_variables(team, [*replicated_variables(model), *seeds])
+    broadcast_variables(team, [*replicated_variables(model), *_accumulators(model), *seeds])
     for generator in _seed_generators(model):
         fold_seed(generator, team.rank)
     _equal[model] = len(replicated_variables(model))
@@ -143,13 +148,16 @@ def broadcast_variables(team: Any, variables: Sequence[Any], root: int = 0) -> N
             continue
         start = 0
         for variable, array in zip(chunk, arrays, strict=True):
-            received = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+            received = buffer[start : start + array.nbytes].copy().view(array.dtype).reshape(array.shape)
             start += array.nbytes
             backend.assign(variable, received)
 
 
 def average_moved(model: Any) -> None:
-    """Averages the per-rank state of a model if it was trained since the last time. Collective on the model's team."""
+    """Averages the per-rank state of a model if it was trained since the last time. Collective on the model's team.
+
+    So it does with gradients that wait for more micro-batches: their mean over ranks is what one rank would hold.
+    """
     if not _moved:
         return
     own = set(map(id, per_rank_state(model)))
@@ -158,7 +166,20 @@ def average_moved(model: Any) -> None:
         return
     for moved in related:
         del _moved[moved]
-    average(teams.team_of(model), _unique(v for moved in related for v in per_rank_state(moved)))
+    average(teams.team_of(model), _unique(v for m in related for v in (*per_rank_state(m), *_accumulators(m))))
+
+
+def average_after_step(model: Any) -> None:
+    """Averages what a step of `train_on_batch` moved, but not gradients that wait for more. Collective.
+
+    Moving averages are linear: averaging now gives what averaging before evaluate or save would give. But this way
+    `if rank() == 0: model.save(...)` needs no other rank.
+    """
+    variables = per_rank_state(model)
+    if variables:
+        average(teams.team_of(model), variables)
+    if not _accumulators(model):
+        _moved.pop(model, None)
 
 
 def average(team: Any, variables: Sequence[keras.Variable]) -> None:
@@ -216,10 +237,20 @@ def check_equal(optimizer: Any) -> None:
 
 
 def _check_same(team: Any, variables: Sequence[Any]) -> None:
-    dtype = keras.backend.standardize_dtype
-    team.agree(
-        "The variables of the model", [f"{scope.plain_path(v)}: {dtype(v.dtype)}{list(v.shape)}" for v in variables]
-    )
+    """Raises on all ranks, naming the first variable that differs. Paths may differ: a loaded model has others."""
+    mine = [f"{keras.backend.standardize_dtype(v.dtype)}{list(v.shape)}" for v in variables]
+    digests = team.allgather_object(hashlib.sha256(" ".join(mine).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    paths = [str(getattr(variable, "path", variable.name)) for variable in variables]
+    lists = team.allgather_object([f"`{path}` of {text}" for path, text in zip(paths, mine, strict=True)])
+    for index, here in enumerate(itertools.zip_longest(*lists, fillvalue="no variable of ")):
+        odd = [rank for rank, text in enumerate(here) if text.split(" of ")[-1] != here[0].split(" of ")[-1]]
+        if odd:
+            raise PlanMismatchError(
+                "The models of the ranks differ. Every rank must build the same layers in order. Received: as "
+                f"variable {index}, {here[0]} on rank 0 of the team and {here[odd[0]]} on {', '.join(map(str, odd))}"
+            )
 
 
 def _value(variable: Any) -> Any:
@@ -239,6 +270,25 @@ def _chunks(variables: Sequence[keras.Variable]) -> Iterator[list[keras.Variable
         nbytes += size
     if chunk:
         yield chunk
+
+
+def _optimizers(model: Any) -> list[Any]:
+    """Returns the optimizers among a model's attributes, and those that they hold."""
+    found = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
+    for optimizer in found:
+        found.extend(held_optimizers(optimizer))
+    return found
+
+
+def held_optimizers(optimizer: Any) -> Sequence[Any]:
+    """Returns the optimizers inside a loss scale or a `MultiOptimizer`."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [inner] if inner is not None else getattr(optimizer, "optimizers", None) or []
+
+
+def _accumulators(model: Any) -> list[keras.Variable]:
+    found = (v for optimizer in _optimizers(model) for v in getattr(optimizer, "_accumulated_gradients", ()))
+    return [variable for variable in found if variable is not None]
 
 
 def _seed_generators(model: Any) -> list[Any]:

@@ -90,9 +90,7 @@ def _training_on_batch(original: Method) -> Method:
             _build(self, keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), batch))
             state.synchronize(self)
         result = original(self, *args, **kwargs)
-        # Moving averages are linear: averaging now gives what averaging before evaluate or save would give. But this
-        # way `if rank() == 0: model.save(...)` needs no other rank.
-        state.average_moved(self)
+        state.average_after_step(self)
         return result
 
     return train_on_batch

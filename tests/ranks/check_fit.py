@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fit` and `evaluate` on several ranks compute what one rank computes on the same global batches."""
+
+import keras
+import numpy as np
+import pytest
+from keras_cases import BATCH, Parts, assert_identical, assert_like_one_rank, data, dense, job, values
+
+import keras_hpc
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _job():
+    keras_hpc.init(shard=False)
+    yield
+    keras_hpc.finalize()
+
+
+def compiled(optimizer=None, model=dense, metrics=None, loss="sparse_categorical_crossentropy", **kwargs):
+    def make():
+        made = model()
+        made.compile(
+            optimizer=optimizer() if optimizer else keras.optimizers.SGD(0.1, momentum=0.9),
+            loss=loss,
+            metrics=metrics() if callable(metrics) else metrics,
+            **kwargs,
+        )
+        return made
+
+    return make
+
+
+def fit(arrays, epochs=3, validate=False):
+    def train(model, whole):
+        history = model.fit(
+            Parts(*arrays, whole=whole),
+            epochs=epochs,
+            shuffle=False,
+            verbose=0,
+            validation_data=Parts(*arrays, batch=50, whole=whole) if validate else None,
+        )
+        return history.history
+
+    return train
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "clipnorm": lambda: keras.optimizers.SGD(0.2, clipnorm=0.05),
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.2, global_clipnorm=0.05),
+    "clipvalue": lambda: keras.optimizers.SGD(0.2, clipvalue=0.01),
+    "ema": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=5),
+    "decay": lambda: keras.optimizers.SGD(0.1, weight_decay=0.01),
+    "accumulation": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3),
+    "accumulation_clipped": lambda: keras.optimizers.SGD(0.2, clipnorm=0.05, gradient_accumulation_steps=2),
+    "loss_scale_factor": lambda: keras.optimizers.SGD(0.1, loss_scale_factor=128.0),
+    "dynamic_scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), dynamic_growth_steps=7),
+    "dynamic_scale_accumulation": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1, gradient_accumulation_steps=3), dynamic_growth_steps=7
+    ),
+}
+if hasattr(keras.optimizers, "MultiOptimizer"):
+
+    def _multi(**kwargs):
+        optimizers = keras.optimizers
+        chosen = optimizers.OptimizerMap(optimizers.SGD(0.1, momentum=0.9), {".*bias": optimizers.SGD(0.3, **kwargs)})
+        return optimizers.MultiOptimizer(chosen)
+
+    OPTIMIZERS["multi"] = _multi
+    OPTIMIZERS["multi_accumulation"] = lambda: _multi(gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name):
+    assert_like_one_rank(compiled(OPTIMIZERS[name], metrics=["accuracy"]), fit(data()))
+
+
+def test_history_validation_and_evaluate():
+    arrays = data()
+
+    def train(model, whole):
+        history = fit(arrays, epochs=2, validate=True)(model, whole)
+        return history, model.evaluate(Parts(*arrays, batch=40, whole=whole), verbose=0, return_dict=True)
+
+    def metrics():
+        return ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(k=2)]
+
+    assert_like_one_rank(compiled(metrics=metrics), train)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight", "sum_over_batch_size"])
+def test_loss_reductions_with_sample_weight(reduction):
+    x, y = data()
+    weight = np.linspace(0, 2, len(x)).astype("float32")
+    loss = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
+    make = compiled(lambda: keras.optimizers.SGD(0.003), loss=loss, weighted_metrics=["accuracy"])
+    assert_like_one_rank(make, fit((x, y, weight)), tolerance=1e-5)
+
+
+def test_masked_loss():
+    random = np.random.default_rng(0)
+    x = random.integers(1, 9, size=(61, 7)).astype("int32")
+    x[np.arange(7)[None] >= random.integers(1, 8, size=(61, 1))] = 0
+    y = (x % 3).astype("int32")
+
+    def model():
+        keras.utils.set_random_seed(5)
+        inputs = keras.Input((7,), dtype="int32")
+        hidden = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
+        return keras.Model(inputs, keras.layers.Dense(3, activation="softmax")(hidden))
+
+    assert_like_one_rank(compiled(model=model), fit((x, y)), tolerance=1e-5)
+
+
+def test_class_weight():
+    x, y = data()
+
+    def train(model, whole):
+        return model.fit(
+            Parts(x, y, whole=whole), epochs=1, shuffle=False, verbose=0, class_weight={0: 1.0, 1: 2.0, 2: 0.5}
+        ).history
+
+    assert_like_one_rank(compiled(), train)
+
+
+def test_several_inputs_and_outputs():
+    x, y = data()
+
+    def model():
+        keras.utils.set_random_seed(11)
+        a, b = keras.Input((6,), name="a"), keras.Input((6,), name="b")
+        hidden = keras.layers.Concatenate()([keras.layers.Dense(4, activation="tanh")(a), b])
+        return keras.Model(
+            {"a": a, "b": b},
+            {
+                "kind": keras.layers.Dense(3, activation="softmax", name="kind")(hidden),
+                "size": keras.layers.Dense(1, name="size")(hidden),
+            },
+        )
+
+    make = compiled(
+        model=model,
+        loss={"kind": "sparse_categorical_crossentropy", "size": "mse"},
+        loss_weights={"kind": 1.0, "size": 0.3},
+        metrics={"kind": ["accuracy"], "size": ["mae"]},
+    )
+    assert_like_one_rank(make, fit(({"a": x, "b": x[::-1]}, {"kind": y, "size": x.sum(1, keepdims=True)})))
+
+
+class Subclassed(keras.Model):
+    """Not built before its first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(8, activation="tanh")
+        self.out = keras.layers.Dense(3, activation="softmax")
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+
+def test_subclassed_and_unbuilt():
+    def model():
+        keras.utils.set_random_seed(1 if keras_hpc.runtime.is_local() or job().rank == 0 else 2)
+        return Subclassed()
+
+    x, y = data()
+
+    def make():
+        made = model()
+        made.compile(optimizer=keras.optimizers.SGD(0.1), loss="sparse_categorical_crossentropy")
+        return made
+
+    with keras_hpc.local():
+        reference = make()
+        expected = fit((x, y))(reference, True)
+    ours = make()
+    received = fit((x, y))(ours, False)
+    assert_identical(values(ours))
+    for a, b in zip(values(ours), values(reference), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=3e-6)
+    np.testing.assert_allclose(received["loss"], expected["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"steps_per_execution": 3}, {"run_eagerly": True}], ids=["steps", "eager"])
+def test_compile_options(options):
+    def train(model, whole):
+        return fit(data(), epochs=1)(model, whole) and None  # steps_per_execution changes what Keras logs
+
+    assert_like_one_rank(compiled(**options), train)
+
+
+def test_sparse_embedding_with_adam():
+    random = np.random.default_rng(3)
+    x = random.integers(0, 5, size=(61, 4)).astype("int32")  # few rows, so that each is hit many times in a batch
+    y = (x.sum(1) % 3).astype("int32")
+
+    def model():
+        keras.utils.set_random_seed(5)
+        inputs = keras.Input((4,), dtype="int32")
+        hidden = keras.layers.Flatten()(keras.layers.Embedding(6, 4)(inputs))
+        return keras.Model(inputs, keras.layers.Dense(3, activation="softmax")(hidden))
+
+    assert_like_one_rank(compiled(lambda: keras.optimizers.Adam(0.01), model=model), fit((x, y)), tolerance=1e-5)
+
+
+def test_mixed_float16():
+    x, y = data()
+
+    def model():
+        policy = keras.config.dtype_policy()
+        keras.config.set_dtype_policy("mixed_float16")
+        try:
+            return dense(dtype="float32")
+        finally:
+            keras.config.set_dtype_policy(policy)
+
+    # Halves of a float16 batch round differently from the whole: two one-rank runs that split it differ by 2e-4.
+    def train(model, whole):
+        fit((x, y))(model, whole)
+
+    made = assert_like_one_rank(compiled(model=model), train, tolerance=2e-3)
+    assert isinstance(made.optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+@pytest.mark.parametrize("accumulate", [None, 2])
+def test_nan_on_one_rank_makes_all_skip(accumulate):
+    x, y = data(samples=BATCH * 4)
+    poisoned = x.copy()
+    poisoned[BATCH] = np.nan  # a sample of rank 0 in the second batch
+    make = compiled(
+        lambda: keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulate), initial_scale=64.0
+        )
+    )
+    model = make()
+    start = values(model)
+    fit((poisoned, y), epochs=1)(model, False)
+    assert_identical(values(model))
+    # Also the gradients that wait for another micro-batch, as one batch was skipped.
+    assert_identical([np.array(v) for v in model.optimizer.variables], "optimizer variables")
+    assert np.isfinite(np.concatenate([v.ravel() for v in values(model)])).all()
+    assert any((a != b).any() for a, b in zip(start, values(model), strict=True))
+    assert float(model.optimizer.dynamic_scale) == 32.0
+
+
+def test_overridden_apply_sees_reduced_gradients():
+    class Signed(keras.optimizers.SGD):
+        """Nonlinear in the gradients, before Keras' own `apply`: only right on the mean over ranks."""
+
+        def apply(self, grads, trainable_variables=None):
+            super().apply([keras.ops.sign(g) for g in grads], trainable_variables)
+
+    def train(model, whole):
+        fit(data(), epochs=1)(model, whole)
+
+    assert_like_one_rank(compiled(lambda: Signed(0.01)), train)

@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training that is not plain `fit`: train_on_batch, custom steps and loops, empty batches; and Keras left as found."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+from keras_cases import BATCH, Parts, assert_close, assert_identical, assert_like_one_rank, data, dense, job, values
+
+import keras_hpc
+
+BACKEND = keras.backend.backend()
+tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="needs TensorFlow")
+jax_only = pytest.mark.skipif(BACKEND != "jax", reason="needs JAX")
+several_ranks = pytest.mark.usefixtures("_several_ranks")
+
+
+@pytest.fixture(autouse=True)
+def running(request):
+    keras_hpc.init(**getattr(request, "param", {"shard": False}))
+    yield
+    keras_hpc.finalize()
+
+
+@pytest.fixture
+def _several_ranks(running):
+    if job().size == 1:
+        pytest.skip("needs two ranks")
+
+
+def sharded(**kwargs):
+    return pytest.mark.parametrize("running", [{"batch": "global", **kwargs}], indirect=True, ids=["global"])
+
+
+def part(array, step, whole, batch=BATCH):
+    return Parts(array, batch=batch, whole=whole)[step][0]
+
+
+# train_on_batch: a GAN in the manner of 3DGAN, three compiled models, one frozen inside another.
+
+
+def networks():
+    keras.utils.set_random_seed(8)
+    discriminator = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1, activation="sigmoid")],
+        name="discriminator",
+    )
+    discriminator.compile(optimizer=keras.optimizers.SGD(0.1), loss="binary_crossentropy")
+    generator = keras.Sequential([keras.Input((3,)), keras.layers.Dense(6)], name="generator")
+    discriminator.trainable = False
+    inputs = keras.Input((3,))
+    combined = keras.Model(inputs, discriminator(generator(inputs)))
+    combined.compile(optimizer=keras.optimizers.SGD(0.1), loss="binary_crossentropy")
+    discriminator.trainable = True
+    return discriminator, generator, combined
+
+
+def train_gan(models, whole):
+    discriminator, generator, combined = models
+    x, _ = data()
+    noise = np.random.default_rng(1).normal(size=(len(x), 3)).astype("float32")
+    for step in range(8):
+        real, latent = part(x, step, whole), part(noise, step, whole)
+        fake = np.array(generator(latent))
+        discriminator.train_on_batch(real, np.ones((len(real), 1), "float32"))
+        discriminator.train_on_batch(fake, np.zeros((len(fake), 1), "float32"))
+        combined.train_on_batch(latent, np.ones((len(latent), 1), "float32"))
+
+
+def test_train_on_batch_with_frozen_model():
+    with keras_hpc.local():
+        reference = networks()
+        train_gan(reference, True)
+    models = networks()
+    train_gan(models, False)
+    for ours, expected in zip(models, reference, strict=True):
+        assert_identical(values(ours))
+        assert_close(values(ours), values(expected))
+
+
+def test_train_on_batch_returns_local_and_evaluate_global():
+    x, y = data()
+    model = dense()
+    model.compile(optimizer=keras.optimizers.SGD(0.0), loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    mine = [part(a, 0, False) for a in (x, y)]
+    local = model.train_on_batch(*mine, return_dict=True)
+    tested = model.test_on_batch(*mine, return_dict=True)
+    with keras_hpc.local():
+        alone = model.evaluate(*mine, verbose=0, return_dict=True)
+    assert local == pytest.approx(tested, rel=1e-5)
+    assert local == pytest.approx(alone, rel=1e-5)
+
+
+# Custom train steps.
+
+
+class TwoOptimizers(keras.Model):
+    """A model without `call` whose step updates two networks in turn, as a GAN's does."""
+
+    def __init__(self, optimizer=lambda: keras.optimizers.SGD(0.1)):
+        super().__init__()
+        keras.utils.set_random_seed(12)
+        self.first = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, activation="tanh")])
+        self.second = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        self.first_optimizer, self.second_optimizer = optimizer(), optimizer()
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def train_step(self, batch):
+        import tensorflow as tf
+
+        (x, y) = batch
+        for network, optimizer in ((self.first, self.first_optimizer), (self.second, self.second_optimizer)):
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean((self.second(self.first(x)) - y[:, None]) ** 2)
+            variables = network.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        self.tracker.update_state(loss, sample_weight=keras.ops.shape(x)[0])
+        return {"loss": self.tracker.result(), "twice": 2 * loss}
+
+
+def regression():
+    x, y = data()
+    return x, y.astype("float32")
+
+
+def step_model(**kwargs):
+    model = TwoOptimizers()
+    model.compile(**kwargs)
+    return model
+
+
+@tensorflow_only
+@pytest.mark.parametrize("eager", [False, True])
+def test_custom_step_with_two_optimizers(eager):
+    def train(model, whole):
+        return model.fit(Parts(*regression(), whole=whole), epochs=2, shuffle=False, verbose=0).history["loss"]
+
+    assert_like_one_rank(lambda: step_model(run_eagerly=eager), train)
+
+
+@tensorflow_only
+def test_custom_logs_are_averaged():
+    model = step_model()
+    history = model.fit(Parts(*regression()), epochs=2, shuffle=False, verbose=0).history
+    everyone = job().teams[0].allgather_object(history)
+    assert all(theirs == everyone[0] for theirs in everyone)
+    assert set(history) == {"loss", "twice"}
+
+
+if BACKEND == "jax":
+    import jax
+
+    class JaxSteps(keras.Model):
+        """The same for JAX: both gradients come from the old state, so their reductions are independent."""
+
+        def __init__(self):
+            super().__init__()
+            keras.utils.set_random_seed(12)
+            self.first = keras.layers.Dense(5, activation="tanh")
+            self.second = keras.layers.Dense(1)
+            self.other = keras.optimizers.SGD(0.3)
+
+        def call(self, x):
+            return self.second(self.first(x))
+
+        def compile(self, **kwargs):
+            super().compile(**kwargs)
+
+        def train_step(self, state, batch):
+            trainable, fixed, (mine, others), metrics = state[0], state[1], self._split(state[2]), state[3]
+            x, y = batch
+
+            def loss(weights):
+                out, updates = self.stateless_call(weights, fixed, x)
+                return keras.ops.mean((out - y[:, None]) ** 2), updates
+
+            (value, fixed), gradients = jax.value_and_grad(loss, has_aux=True)(trainable)
+            first, mine = self.optimizer.stateless_apply(mine, gradients[:2], trainable[:2])
+            second, others = self.other.stateless_apply(others, gradients[2:], trainable[2:])
+            return {"value": value}, ([*first, *second], fixed, [*mine, *others], metrics)
+
+        def _split(self, variables):
+            count = len(self.optimizer.variables)
+            return variables[:count], variables[count:]
+
+
+@jax_only
+def test_custom_jax_step_with_two_independent_optimizers():
+    x, y = regression()
+
+    def run(whole):
+        model = JaxSteps()
+        model.build((None, 6))
+        model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+        model.optimizer.build(model.trainable_variables[:2])
+        model.other.build(model.trainable_variables[2:])
+        step = model.train_step
+        from keras_hpc.keras_hooks import steps
+
+        if not whole:
+            step = steps.wrap(model, "two", step, guard=False)
+        step = jax.jit(step)
+        optimizers = [v.value for v in (*model.optimizer.variables, *model.other.variables)]
+        state = [v.value for v in model.trainable_variables], [], optimizers, []
+        for index in range(16):
+            _, state = step(state, (part(x, index % 8, whole), part(y, index % 8, whole)))
+        return [np.array(v) for v in state[0]]
+
+    with keras_hpc.local():
+        expected = run(True)
+    received = run(False)
+    assert_identical(received)
+    assert_close(received, expected)
+
+
+# Loops of the user's own: plain means, as nothing tells the batch size.
+
+
+def even(array, step, whole):
+    return part(array[:144], step % 6, whole)  # 24 samples divide among 1, 2, 3 and 4 ranks
+
+
+@tensorflow_only
+@pytest.mark.parametrize("traced", [False, True])
+def test_tensorflow_loop(traced):
+    import tensorflow as tf
+
+    x, y = regression()
+
+    def run(whole):
+        keras.utils.set_random_seed(2 if whole or job().rank == 0 else 3)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.Adam(0.01)
+
+        def step(inputs, targets):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(inputs)[:, 0] - targets) ** 2)
+            variables = model.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+        if traced:
+            step = tf.function(step)
+        elif not whole:
+            keras_hpc.broadcast(model)  # an eager step computes gradients before any optimizer can intervene
+        for index in range(12):
+            step(tf.constant(even(x, index, whole)), tf.constant(even(y, index, whole)))
+        return values(model)
+
+    with keras_hpc.local():
+        expected = run(True)
+    received = run(False)
+    assert_identical(received)
+    assert_close(received, expected, 1e-5)
+
+
+def jax_loop(seed, whole):
+    x, y = regression()
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.Adam(0.01)
+    optimizer.build(model.trainable_variables)
+
+    @jax.jit
+    def step(state, inputs, targets):
+        def loss(weights):
+            return keras.ops.mean((model.stateless_call(weights, [], inputs)[0][:, 0] - targets) ** 2)
+
+        return optimizer.stateless_apply(state[1], jax.grad(loss)(state[0]), state[0])
+
+    state = [v.value for v in model.trainable_variables], [v.value for v in optimizer.variables]
+    for index in range(12):
+        state = step(state, even(x, index, whole), even(y, index, whole))
+    return [np.array(v) for v in state[0]]
+
+
+@jax_only
+def test_jax_loop():
+    with keras_hpc.local():
+        expected = jax_loop(2, True)
+    received = jax_loop(2, False)
+    assert_identical(received)
+    assert_close(received, expected, 1e-5)
+
+
+@jax_only
+@several_ranks
+def test_jax_loop_with_other_weights_is_refused():
+    with pytest.raises(ValueError, match=r"kernel.*differs between rank 0"):
+        jax_loop(job().rank, False)
+
+
+# A last batch smaller than the number of ranks.
+
+
+def normalized():
+    keras.utils.set_random_seed(5)
+    layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Softmax()])
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+@sharded()
+@pytest.mark.parametrize("accumulate", [None, 2])
+def test_ranks_without_samples(accumulate, running):
+    x, y = data(samples=49)  # a tail of one
+
+    def make():
+        model = dense()
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=accumulate)
+        model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+        return model
+
+    def train(model, whole):
+        options = {"shuffle": False, "verbose": 0, "validation_data": (x, y), "validation_batch_size": BATCH}
+        history = model.fit(x, y, batch_size=BATCH, epochs=4, **options).history
+        return history, model.evaluate(x, y, batch_size=BATCH, verbose=0)
+
+    assert_like_one_rank(make, train)
+
+
+@sharded()
+@several_ranks
+def test_state_of_a_rank_without_samples_is_untouched(running):
+    x, y = data(samples=49)
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if hasattr(self.model, "jax_state_sync"):
+                self.model.jax_state_sync()
+            seen.append(np.array(self.model.layers[1].moving_variance))
+
+    model = normalized()
+    model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[Watch()])
+    has_last = (seen[-1] != seen[-2]).any()
+    assert has_last == (job().rank == 0)
+    keras_hpc.check_replicas(model)
+
+
+# What is refused, and what is mentioned.
+
+
+@tensorflow_only
+@several_ranks
+def test_xla_is_turned_off(caplog):
+    model = dense()
+    model.compile(optimizer="sgd", loss="sparse_categorical_crossentropy", jit_compile=True)
+    model.fit(Parts(*data()), epochs=1, verbose=0)
+    assert model.jit_compile is False
+    model.compile(optimizer="sgd", loss="sparse_categorical_crossentropy")
+    assert model.jit_compile is False
+
+
+@sharded()
+@several_ranks
+@tensorflow_only
+def test_synchronized_normalization_is_refused_with_global_batches(running):
+    layers = [keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    model.compile(optimizer="sgd", loss="mse")
+    with pytest.raises(ValueError, match="synchronized"):
+        model.fit(np.zeros((8, 6)), np.zeros((8, 3)), verbose=0)
+
+
+def test_local_training_is_alone():
+    x, y = data()
+    model = dense()
+    model.compile(optimizer="sgd", loss="sparse_categorical_crossentropy")
+    with keras_hpc.local():
+        model.fit(x[: 10 * (1 + job().rank)], y[: 10 * (1 + job().rank)], verbose=0, batch_size=2)  # other step counts
+    model.fit(Parts(x, y), epochs=1, verbose=0)  # and the same model together
+    assert_identical(values(model))
+    with keras_hpc.local():
+        model.fit(x[: 10 * (1 + job().rank)], y[: 10 * (1 + job().rank)], verbose=0, batch_size=2)
+
+
+# Keras is left as it was found.
+
+
+def attributes():
+    """The identity of all attributes of all Keras classes and modules that could have been changed."""
+    import sys
+
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith("keras.src") and module is not None:
+            for key, value in vars(module).items():
+                found[name, key] = id(value)
+                if inspect.isclass(value) and value.__module__.startswith("keras.src"):
+                    found.update({(name, key, item): id(member) for item, member in vars(value).items()})
+    return {key: value for key, value in found.items() if not str(key[-1]).startswith(("_abc", "__warningregistry"))}
+
+
+def test_finalize_restores_keras():
+    x, y = data()
+    model = dense()
+    model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.fit(Parts(x, y), epochs=1, verbose=0)  # imports what Keras imports late
+    rank = job().rank
+    keras_hpc.finalize()
+    before = attributes()
+    keras_hpc.init(shard=False)
+    during = attributes()
+    changed = {key for key in before if before[key] != during.get(key)}
+    assert any("fit" in key for key in changed)
+    assert any("apply" in key for key in changed)
+    model.fit(Parts(x, y), epochs=1, verbose=0)
+
+    class Late(keras.optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            super().apply(grads, trainable_variables)
+
+    own = vars(Late)["apply"]
+    Late()
+    assert vars(Late)["apply"] is not own
+    keras_hpc.finalize()
+    after = attributes()
+    assert {key for key in before if before[key] != after.get(key)} == set()
+    assert set(after) == set(before)
+    assert vars(Late)["apply"] is own
+    model.fit(x[: 8 * (rank + 1)], y[: 8 * (rank + 1)], batch_size=4, epochs=1, verbose=0)  # alone, with the old model
+    keras_hpc.init(shard=False)
+
+
+@pytest.mark.parametrize("other", ["keras.distribution", "torch.distributed", "moved"])
+def test_init_refuses(other, monkeypatch):
+    from keras_hpc.keras_hooks import compat
+
+    if other == "keras.distribution":
+        monkeypatch.setattr(keras.distribution, "distribution", lambda: "DataParallel")
+        error, text = RuntimeError, "keras.distribution"
+    elif other == "torch.distributed":
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        error, text = RuntimeError, "torch.distributed"
+    else:
+        monkeypatch.setitem(compat.REQUIRED, "keras.src.trainers.trainer:Trainer._gone", "3.10 to 3.15")
+        error, text = ImportError, rf"Trainer._gone.*{keras.__version__}"
+    with pytest.raises(error, match=text):
+        compat.check()

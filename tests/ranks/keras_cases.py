@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Keras checks share: data, models, this rank's part of a global batch, and the comparison with one rank."""
+
+import keras
+import numpy as np
+
+import keras_hpc
+
+SAMPLES, BATCH = 185, 24  # 8 steps an epoch; the last holds 17 samples
+TOLERANCE = 3e-6
+
+
+def job():
+    from keras_hpc import runtime
+
+    return runtime.job()
+
+
+def data(features=6, classes=3, samples=SAMPLES):
+    random = np.random.default_rng(7)
+    x = random.normal(size=(samples, features)).astype("float32")
+    y = np.argmax(x[:, :classes] + 0.3 * random.normal(size=(samples, classes)), axis=1).astype("int32")
+    return x, y
+
+
+class Parts(keras.utils.PyDataset):
+    """The global batches of some arrays: whole, or this rank's part of each."""
+
+    def __init__(self, *arrays, batch=BATCH, whole=False):
+        super().__init__()
+        self.arrays, self.batch, self.whole = arrays, batch, whole
+
+    def __len__(self):
+        return -(-len(self.arrays[0]) // self.batch)
+
+    def __getitem__(self, index):
+        rows = np.arange(len(self.arrays[0]))[index * self.batch : (index + 1) * self.batch]
+        if not self.whole:
+            rows = np.array_split(rows, job().size)[job().rank]
+        return tuple(keras.tree.map_structure(lambda array: array[rows], array) for array in self.arrays)
+
+
+def dense(seed=3, features=6, classes=3, **kwargs):
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [
+            keras.Input((features,)),
+            keras.layers.Dense(16, activation="tanh"),
+            keras.layers.Dense(classes, activation="softmax", **kwargs),
+        ]
+    )
+
+
+def values(model):
+    return [np.array(v) for v in model.get_weights()]
+
+
+def assert_identical(arrays, what="weights"):
+    """Asserts that every rank holds the same bits."""
+    mine = np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays])
+    everyone = job().comm.allgather(mine.tobytes()) if job().size > 1 else [mine.tobytes()]
+    assert all(theirs == everyone[0] for theirs in everyone), f"{what} differ between ranks"
+
+
+def assert_close(ours, reference, tolerance=TOLERANCE):
+    for a, b in zip(ours, reference, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
+
+
+def assert_like_one_rank(make, train, tolerance=TOLERANCE):
+    """Trains on all ranks and on one rank alone; weights must agree, and be the same bits on every rank.
+
+    Args:
+        make: returns a compiled model. Ranks other than 0 start from other weights, which must not matter.
+        train: called with the model and `whole`; what it returns must agree too.
+    """
+    with keras_hpc.local():
+        reference = make()
+        expected = train(reference, True)
+    model = make()
+    if job().rank > 0:
+        model.set_weights([v + 0.1 if np.issubdtype(v.dtype, np.floating) else v for v in model.get_weights()])
+    received = train(model, False)
+    assert_identical(values(model))
+    assert_close(values(model), values(reference), tolerance)
+    if expected is not None:
+        keras.tree.map_structure(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), received, expected
+        )
+        assert_identical([np.asarray(v, np.float64) for v in keras.tree.flatten(received)], "results")
+    return model
