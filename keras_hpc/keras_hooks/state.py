@@ -219,10 +219,11 @@ def check_equal(optimizer: Any) -> None:
     For JAX loops of the user's own: their state is an argument of the traced function, out of our reach.
     """
     team = teams.team_of(optimizer)
-    variables = [v for v in optimizer._trainable_variables if getattr(v, "_value", None) is not None]
+    # `value` would be that of the trace; during `fit` there is none, and `fit` made replicas equal.
+    variables = [variable for variable in optimizer._trainable_variables if variable._value is not None]
     _check_same(team, variables)
     backend = backends.current()
-    mine = [backend.to_numpy(variable.value) for variable in variables]
+    mine = [backend.to_numpy(variable._value) for variable in variables]
     digests = team.allgather_object([hashlib.sha256(array.tobytes()).hexdigest() for array in mine])
     for rank, theirs in enumerate(digests):
         different = [v.path for v, a, b in zip(variables, digests[0], theirs, strict=True) if a != b]

@@ -168,9 +168,6 @@ if BACKEND == "jax":
         def call(self, x):
             return self.second(self.first(x))
 
-        def compile(self, **kwargs):
-            super().compile(**kwargs)
-
         def train_step(self, state, batch):
             trainable, fixed, (mine, others), metrics = state[0], state[1], self._split(state[2]), state[3]
             x, y = batch
@@ -195,7 +192,7 @@ def test_custom_jax_step_with_two_independent_optimizers():
 
     def run(whole):
         model = JaxSteps()
-        model.build((None, 6))
+        model(np.zeros((1, 6), "float32"))
         model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
         model.optimizer.build(model.trainable_variables[:2])
         model.other.build(model.trainable_variables[2:])
