@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of the Keras backend on one side, the engine's plans on the other. Nothing about Keras or algorithms.
+
+Every backend is one module with the same functions:
+
+- `load()`: load the native operations. Called once by `keras_hpc.init()`.
+- `reduce(plan, tensors, weight=None, active=None)`: reduce the tensors of a plan over the ranks of its team.
+- `is_traced(x)`: whether `x` stands for a value that a compiled function will compute.
+- `to_numpy(x)`: the value of a tensor or variable as a NumPy array of its own.
+- `assign(variable, value)`: set a variable from a NumPy array.
+
+TensorFlow also has `allgather_rows(team, tensor)`, for sparse gradients.
+"""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import keras
+
+_SUPPORTED = ("tensorflow", "jax")
+
+
+def current() -> ModuleType:
+    """Returns the module for the Keras backend in use.
+
+    Raises:
+        RuntimeError: keras_hpc has no module for this backend.
+    """
+    name = keras.config.backend()
+    if name not in _SUPPORTED:
+        raise RuntimeError(
+            f"keras_hpc does not work with this Keras backend. Expected one of {', '.join(_SUPPORTED)}: set "
+            f"the environment variable KERAS_BACKEND before Keras is imported. Received: {name!r}"
+        )
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def library_path(name: str) -> str:
+    """Returns the path of a native library of ours, which lies beside the extension module.
+
+    Raises:
+        ImportError: the library is not installed.
+    """
+    from keras_hpc import _native
+
+    path = Path(_native.__file__).with_name(f"lib{name}.so")
+    if not path.is_file():
+        raise ImportError(f"keras_hpc is installed without a native library: {path} is missing. Install it again.")
+    return str(path)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TensorFlow: two stateful operations per tensor, started as early and awaited as late as possible."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_hpc.backends import library_path
+
+_ops: Any = None
+
+# Start and wait can do the work themselves.
+NEEDS_THREAD = False
+
+
+def load() -> None:
+    """Loads the operations.
+
+    Raises:
+        ImportError: the library is missing, or does not fit this TensorFlow.
+    """
+    global _ops
+    path = library_path("keras_hpc_tensorflow")
+    try:
+        ops = tf.load_op_library(path)
+    except tf.errors.NotFoundError as error:
+        raise ImportError(f"TensorFlow {tf.__version__} cannot load {path}: {error.message}") from error
+    load_error = ctypes.CDLL(path).khpc_tensorflow_load_error
+    load_error.restype = ctypes.c_char_p
+    if message := load_error().decode():
+        raise ImportError(f"{path} does not fit TensorFlow {tf.__version__}: {message}")
+    _ops = ops
+
+
+def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = None) -> list[tf.Tensor]:
+    """Reduces the tensors of a plan over the ranks of its team.
+
+    Collective. TensorFlow runs stateful operations in program order. So all starts come before all waits, both in
+    the plan's order, which is the order in which the tensors come to exist: backward order, for gradients.
+
+    Args:
+        plan: the `Plan` of these tensors.
+        tensors: one tensor for each of the plan's, in its order, of the same shape and dtype.
+        weight: this rank's weight in a weighted mean, a number or a scalar tensor. Defaults to 1.
+        active: `None`, or a scalar bool tensor, the same on all ranks: if false, nothing is communicated and the
+            tensors are returned unchanged.
+
+    Returns:
+        The reduced tensors, in the plan's order.
+    """
+    if active is not None:
+        unchanged = list(map(tf.convert_to_tensor, tensors))
+        chosen: list[tf.Tensor] = tf.cond(active, lambda: reduce(plan, unchanged, weight), lambda: unchanged)
+        return chosen
+    weight = tf.constant(1.0, tf.float64) if weight is None else tf.cast(weight, tf.float64)
+    # Nothing is started before everything is checked: a plan that is started in part can never be completed.
+    tensors = [_checked(x, spec) for x, spec in zip(tensors, plan.tensors, strict=True)]
+    started = [_ops.khpc_start(x, weight, plan=plan.id, tensor=i) for i, x in enumerate(tensors)]
+    reduced = [_ops.khpc_wait(x, plan=plan.id, tensor=i) for i, x in enumerate(started)]
+    for x, spec in zip(reduced, plan.tensors, strict=True):
+        x.set_shape(spec.shape)
+    return reduced
+
+
+def allgather_rows(team: Any, tensor: Any) -> tf.Tensor:
+    """Returns the rows of all ranks of a team, in rank order.
+
+    Collective. Blocks.
+
+    Args:
+        team: the `Team`.
+        tensor: rows of the same shape and dtype on all ranks; their number may differ.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    rows = _ops.khpc_allgather(tensor, team=team.id)
+    rows.set_shape(tf.TensorShape([None]).concatenate(tensor.shape[1:]))
+    return rows
+
+
+def is_traced(x: Any) -> bool:
+    """Returns whether `x` is a tensor of a graph under construction, without a value yet."""
+    return isinstance(x, tf.Tensor) and not hasattr(x, "numpy")
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """Returns a copy of the value of a tensor or variable."""
+    return np.array(tf.convert_to_tensor(x).numpy())
+
+
+def assign(variable: Any, value: np.ndarray) -> None:
+    """Sets a variable."""
+    variable.assign(value)
+
+
+def _checked(x: Any, spec: Any) -> tf.Tensor:
+    x = tf.convert_to_tensor(x)
+    if x.dtype.name != spec.dtype or not x.shape.is_compatible_with(spec.shape):
+        raise ValueError(
+            f"A tensor does not fit the plan. Expected: {spec.name} of shape {spec.shape} and dtype {spec.dtype}. "
+            f"Received: shape {tuple(x.shape)}, dtype {x.dtype.name}"
+        )
+    return x

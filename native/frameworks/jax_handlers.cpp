@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+// JAX's door to the engine: two XLA FFI handlers, for buffers on the host.
+//
+//   khpc_jax_start(gradient, weight, active) -> gradient   in place; hands the buffer to the engine, returns at once
+//   khpc_jax_done(gradient..., active) -> gradient...      in place; complete when all of the plan's tensors are
+//   reduced
+//
+// XLA's data flow gives the order: each start runs when its gradient exists, done after all starts. When `active` is
+// false (the same on all ranks), both leave the buffers as they are.
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
+
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "keras_hpc/engine.h"
+#include "xla_ffi.hpp"
+
+namespace keras_hpc::xla {
+namespace {
+
+void check(int engine_result) {
+  if (engine_result != KHPC_OK) throw std::runtime_error(khpc_last_error());
+}
+
+Error* new_error(const Api* api, const std::string& message) {
+  CreateError arguments = {sizeof arguments, nullptr, message.c_str(), kInternal};
+  return api->create_error(&arguments);
+}
+
+int attribute(const CallFrame& call, const char* name) {
+  for (int64_t i = 0; i < call.attributes.size; ++i) {
+    const ByteSpan& key = *call.attributes.names[i];
+    if (std::string(key.data, key.size) != name) continue;
+    const Scalar& scalar = *static_cast<const Scalar*>(call.attributes.values[i]);
+    if (scalar.dtype == kS32) return *static_cast<const int32_t*>(scalar.value);
+  }
+  throw std::runtime_error(std::string("The call has no int32 attribute ") + name + ".");
+}
+
+double weight_of(const Buffer& buffer) {
+  switch (buffer.dtype) {
+    case kF32:
+      return *static_cast<const float*>(buffer.data);
+    case kF64:
+      return *static_cast<const double*>(buffer.data);
+  }
+  throw std::runtime_error("The weight must be float32 or float64. Received: XLA type " + std::to_string(buffer.dtype) +
+                           ".");
+}
+
+bool is_true(const Buffer& buffer) {
+  return *static_cast<const bool*>(buffer.data);
+}
+
+// Where the engine works on each tensor. XLA may copy a buffer between start and done: the copy would hold
+// half-reduced values, so done compares.
+class Addresses {
+ public:
+  void set(int plan, int tensor, const void* address) {
+    std::lock_guard lock(mutex_);
+    addresses_[{plan, tensor}] = address;
+  }
+  const void* get(int plan, int tensor) {
+    std::lock_guard lock(mutex_);
+    return addresses_[{plan, tensor}];
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::pair<int, int>, const void*> addresses_;
+};
+Addresses& addresses = *new Addresses;
+
+// Tells XLA that one call of done is complete.
+class Completion {
+ public:
+  Completion(const Api* api, std::string error) : api_(api), error_(std::move(error)) {
+    CreateFuture arguments = {sizeof arguments, nullptr, nullptr};
+    if (api_->create_future(&arguments)) throw std::runtime_error("XLA could not create a future.");
+    future_ = arguments.future;
+  }
+  Future* future() const { return future_; }
+
+  void fail(const char* error) {
+    if (error_.empty()) error_ = error;
+  }
+  void finish() const {
+    if (error_.empty()) {
+      SetAvailable arguments = {sizeof arguments, nullptr, future_};
+      api_->set_available(&arguments);
+    } else {
+      SetError arguments = {sizeof arguments, nullptr, future_, new_error(api_, error_)};
+      api_->set_error(&arguments);
+    }
+  }
+
+ private:
+  const Api* api_;
+  Future* future_ = nullptr;
+  std::string error_;
+};
+
+// XLA runs the rest of the program on the thread that completes a future. That must not be the communication thread,
+// which has other work, so a thread of ours takes over. It lives as long as the process.
+class Finisher {
+ public:
+  Finisher() {
+    std::thread([this] { run(); }).detach();
+  }
+  void post(std::unique_ptr<Completion> completion) {
+    {
+      std::lock_guard lock(mutex_);
+      queue_.push_back(std::move(completion));
+    }
+    ready_.notify_one();
+  }
+
+ private:
+  void run() {
+#ifdef __SSE__
+    _mm_setcsr(_mm_getcsr() | 0x8040);  // denormals are zero, as on XLA's own threads
+#endif
+    for (;;) {
+      std::unique_lock lock(mutex_);
+      ready_.wait(lock, [this] { return !queue_.empty(); });
+      const std::unique_ptr<Completion> completion = std::move(queue_.front());
+      queue_.pop_front();
+      lock.unlock();
+      completion->finish();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable ready_;
+  std::deque<std::unique_ptr<Completion>> queue_;
+};
+
+void finish_elsewhere(void* argument, const char* error) {
+  static Finisher& finisher = *new Finisher;
+  std::unique_ptr<Completion> completion(static_cast<Completion*>(argument));
+  if (error) completion->fail(error);
+  finisher.post(std::move(completion));
+}
+
+void start(CallFrame& call) {
+  if (!is_true(*call.arguments.values[2])) return;
+  const int plan = attribute(call, "plan"), tensor = attribute(call, "tensor");
+  void* data = call.results.values[0]->data;
+  addresses.set(plan, tensor, data);
+  check(khpc_start(plan, tensor, data, weight_of(*call.arguments.values[1])));
+}
+
+std::string moved_tensors(const CallFrame& call, int plan) {
+  std::string moved;
+  for (int tensor = 0; tensor < call.results.size; ++tensor) {
+    if (call.results.values[tensor]->data == addresses.get(plan, tensor) || khpc_plan_nbytes(plan, tensor) == 0)
+      continue;
+    moved += " " + std::to_string(tensor);
+  }
+  return moved.empty() ? ""
+                       : "XLA moved buffers of plan " + std::to_string(plan) +
+                             " while they were being reduced. Tensors:" + moved + ".";
+}
+
+void done(CallFrame& call) {
+  if (!is_true(*call.arguments.values[call.arguments.size - 1])) return;
+  const int plan = attribute(call, "plan");
+
+  // Also after an error, wait for all tensors: until then the engine writes to these buffers.
+  auto completion = std::make_unique<Completion>(call.api, moved_tensors(call, plan));
+  Future* future = completion->future();
+  switch (khpc_wait_all_async(plan, finish_elsewhere, completion.get())) {
+    case KHPC_OK:
+      completion.release();
+      break;
+    case KHPC_BLOCKING:
+      for (int tensor = 0; tensor < call.results.size; ++tensor) {
+        if (khpc_wait(plan, tensor) != KHPC_OK) completion->fail(khpc_last_error());
+      }
+      completion->finish();
+      break;
+    default:
+      completion->fail(khpc_last_error());
+      completion->finish();
+  }
+  call.future = future;
+}
+
+// Answers XLA's question for the version, or calls the handler. Exceptions end here, as an error of the program.
+template <void handler(CallFrame&)>
+Error* call(CallFrame* frame) {
+  if (frame->extensions && frame->extensions->type == kMetadataExtension) {
+    Metadata& metadata = *reinterpret_cast<MetadataExtension*>(frame->extensions)->metadata;
+    metadata.version = {sizeof(Version), nullptr, kMajorVersion, kMinorVersion};
+    metadata.traits = 0;
+    return nullptr;
+  }
+  try {
+    handler(*frame);
+    return nullptr;
+  } catch (const std::exception& error) {
+    return new_error(frame->api, error.what());
+  }
+}
+
+}  // namespace
+
+extern "C" KHPC_API Error* khpc_jax_start(CallFrame* frame) {
+  return call<start>(frame);
+}
+extern "C" KHPC_API Error* khpc_jax_done(CallFrame* frame) {
+  return call<done>(frame);
+}
+
+}  // namespace keras_hpc::xla

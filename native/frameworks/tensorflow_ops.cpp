@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+// TensorFlow's door to the engine: three stateful operations, synchronous kernels.
+//
+//   KhpcStart(x, weight) -> y    hands x's buffer to the engine and returns at once
+//   KhpcWait(y) -> z             blocks until the buffer holds the reduced values
+//   KhpcAllgather(x) -> rows     the rows of all ranks, in rank order
+//
+// Stateful, because TensorFlow runs stateful operations in program order, which is our order on all ranks, and never
+// folds, merges or drops them. Synchronous, because async kernels of the C API are used after they return.
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "keras_hpc/engine.h"
+#include "tensorflow_c.hpp"
+
+namespace keras_hpc::tensorflow {
+namespace {
+
+Api tf;
+
+struct Release {
+  void operator()(Tensor* tensor) const { tf.DeleteTensor(tensor); }
+  void operator()(ShapeHandle* shape) const { tf.DeleteShapeHandle(shape); }
+};
+using TensorHandle = std::unique_ptr<Tensor, Release>;
+using ShapePointer = std::unique_ptr<ShapeHandle, Release>;
+
+class Outcome {
+ public:
+  Outcome() : status_(tf.NewStatus()) {}
+  explicit Outcome(const char* error) : Outcome() { tf.SetStatus(status_, kInternal, error); }
+  ~Outcome() { tf.DeleteStatus(status_); }
+  Outcome(const Outcome&) = delete;
+  Outcome& operator=(const Outcome&) = delete;
+
+  operator Status*() const { return status_; }
+  void check() const {
+    if (tf.GetCode(status_) != 0) throw std::runtime_error(tf.Message(status_));
+  }
+
+ private:
+  Status* status_;
+};
+
+void check(int engine_result) {
+  if (engine_result != KHPC_OK) throw std::runtime_error(khpc_last_error());
+}
+
+// The buffers that the engine works on. A step that fails elsewhere frees its buffers, also those the engine still
+// writes to: so each is kept from start to wait. Never destroyed: TensorFlow may be gone before our static objects.
+class InFlight {
+ public:
+  void keep(int plan, int tensor, TensorHandle buffer) {
+    std::lock_guard lock(mutex_);
+    buffers_[{plan, tensor}] = std::move(buffer);
+  }
+  void release(int plan, int tensor) {
+    std::lock_guard lock(mutex_);
+    buffers_[{plan, tensor}].reset();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::pair<int, int>, TensorHandle> buffers_;
+};
+InFlight& in_flight = *new InFlight;
+
+TensorHandle input(OpKernelContext* context, int index) {
+  Outcome outcome;
+  Tensor* tensor = nullptr;
+  tf.GetInput(context, index, &tensor, outcome);
+  outcome.check();
+  return TensorHandle(tensor);
+}
+
+std::vector<int64_t> shape_of(const TensorHandle& tensor) {
+  std::vector<int64_t> shape(tf.NumDims(tensor.get()));
+  for (size_t axis = 0; axis < shape.size(); ++axis) shape[axis] = tf.Dim(tensor.get(), static_cast<int>(axis));
+  return shape;
+}
+
+int attribute(OpKernelConstruction* construction, const char* name) {
+  Outcome outcome;
+  int64_t value = 0;
+  tf.OpKernelConstruction_GetAttrInt64(construction, name, &value, outcome);
+  outcome.check();
+  return static_cast<int>(value);
+}
+
+struct TensorOfPlan {
+  explicit TensorOfPlan(OpKernelConstruction* node)
+      : plan(attribute(node, "plan")), tensor(attribute(node, "tensor")) {}
+  const int plan, tensor;
+};
+
+struct Start : TensorOfPlan {
+  static constexpr const char* name = "KhpcStart";
+  using TensorOfPlan::TensorOfPlan;
+
+  void compute(OpKernelContext* context) const {
+    const double weight = *static_cast<const double*>(tf.TensorData(input(context, 1).get()));
+    TensorHandle gradient = input(context, 0);
+    const std::vector<int64_t> shape = shape_of(gradient);
+    const size_t nbytes = tf.TensorByteSize(gradient.get());
+    const void* source = tf.TensorData(gradient.get());
+    const int64_t expected = khpc_plan_nbytes(plan, tensor);
+    if (expected >= 0 && static_cast<int64_t>(nbytes) != expected) {
+      throw std::runtime_error("Tensor " + std::to_string(tensor) + " of plan " + std::to_string(plan) + " must have " +
+                               std::to_string(expected) + " bytes. Received: " + std::to_string(nbytes) + " bytes.");
+    }
+
+    gradient.reset();  // a buffer is forwarded only if nobody else holds it; the context keeps it alive
+    const int candidate = 0;
+    int forwarded = -1;
+    Outcome outcome;
+    TensorHandle output(tf.ForwardInputOrAllocateOutput(context, &candidate, 1, 0, shape.data(),
+                                                        static_cast<int>(shape.size()), &forwarded, outcome));
+    outcome.check();
+    void* data = tf.TensorData(output.get());
+    if (forwarded != candidate && nbytes > 0) std::memcpy(data, source, nbytes);
+    check(khpc_start(plan, tensor, data, weight));
+    in_flight.keep(plan, tensor, std::move(output));
+  }
+};
+
+struct Wait : TensorOfPlan {
+  static constexpr const char* name = "KhpcWait";
+  using TensorOfPlan::TensorOfPlan;
+
+  void compute(OpKernelContext* context) const {
+    check(khpc_wait(plan, tensor));
+    in_flight.release(plan, tensor);
+    Outcome outcome;
+    tf.SetOutput(context, 0, input(context, 0).get(), outcome);
+    outcome.check();
+  }
+};
+
+struct Allgather {
+  static constexpr const char* name = "KhpcAllgather";
+  explicit Allgather(OpKernelConstruction* node) : team(attribute(node, "team")) {}
+
+  void compute(OpKernelContext* context) const {
+    const TensorHandle mine = input(context, 0);
+    std::vector<int64_t> shape = shape_of(mine);
+    if (shape.empty()) throw std::runtime_error("Only tensors with rows can be gathered. Received: a scalar.");
+    const int size = khpc_team_size(team);
+    if (size < 0) throw std::runtime_error("There is no such team. Received: team " + std::to_string(team) + ".");
+
+    const DataType dtype = tf.TensorType(mine.get());
+    const int64_t row_nbytes = std::accumulate(shape.begin() + 1, shape.end(),
+                                               static_cast<int64_t>(tf.DataTypeSize(dtype)), std::multiplies<>());
+    std::vector<int64_t> counts(size);
+    check(khpc_allgather_counts(team, shape[0], counts.data()));
+    shape[0] = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+    for (int64_t& count : counts) count *= row_nbytes;
+
+    Outcome outcome;
+    TensorHandle all(tf.AllocateOutput(context, 0, dtype, shape.data(), static_cast<int>(shape.size()),
+                                       shape[0] * row_nbytes, outcome));
+    outcome.check();
+    check(khpc_allgatherv(team, tf.TensorData(mine.get()), static_cast<int64_t>(tf.TensorByteSize(mine.get())),
+                          tf.TensorData(all.get()), counts.data()));
+  }
+
+  const int team;
+};
+
+// Exceptions end here, as the failure of the operation that TensorFlow then raises in Python.
+template <class Kernel>
+void* create(OpKernelConstruction* construction) {
+  try {
+    return new Kernel(construction);
+  } catch (const std::exception& error) {
+    tf.OpKernelConstruction_Failure(construction, Outcome(error.what()));
+    return nullptr;
+  }
+}
+
+template <class Kernel>
+void compute(void* kernel, OpKernelContext* context) {
+  try {
+    static_cast<const Kernel*>(kernel)->compute(context);
+  } catch (const std::exception& error) {
+    tf.OpKernelContext_Failure(context, Outcome(error.what()));
+  }
+}
+
+template <class Kernel>
+void destroy(void* kernel) {
+  delete static_cast<Kernel*>(kernel);
+}
+
+void same_shape(ShapeInferenceContext* context, Status* status) {
+  const ShapePointer shape(tf.NewShapeHandle());
+  tf.ShapeInferenceContextGetInput(context, 0, shape.get(), status);
+  if (tf.GetCode(status) == 0) tf.ShapeInferenceContextSetOutput(context, 0, shape.get(), status);
+}
+
+void unknown_shape(ShapeInferenceContext* context, Status* status) {
+  tf.ShapeInferenceContextSetUnknownShape(context, status);
+}
+
+using Specs = std::vector<const char*>;
+
+template <class Kernel>
+void add_operation(const Specs& inputs, const char* output, const Specs& attributes, ShapeFunction* shape) {
+  OpDefinitionBuilder* operation = tf.NewOpDefinitionBuilder(Kernel::name);
+  tf.OpDefinitionBuilderAddAttr(operation, "T: {half, bfloat16, float, double, int32, int64}");
+  for (const char* spec : attributes) tf.OpDefinitionBuilderAddAttr(operation, spec);
+  for (const char* spec : inputs) tf.OpDefinitionBuilderAddInput(operation, spec);
+  tf.OpDefinitionBuilderAddOutput(operation, output);
+  tf.OpDefinitionBuilderSetIsStateful(operation, true);
+  tf.OpDefinitionBuilderSetShapeInferenceFunction(operation, shape);
+  Outcome outcome;
+  tf.RegisterOpDefinition(operation, outcome);
+  outcome.check();
+
+  // On a GPU the same kernel runs on the host, and TensorFlow copies there and back.
+  for (const char* device : {"CPU", "GPU"}) {
+    KernelBuilder* builder =
+        tf.NewKernelBuilder(Kernel::name, device, create<Kernel>, compute<Kernel>, destroy<Kernel>);
+    for (const char* spec : inputs) tf.KernelBuilder_HostMemory(builder, std::string(spec, strcspn(spec, ":")).c_str());
+    tf.KernelBuilder_HostMemory(builder, std::string(output, strcspn(output, ":")).c_str());
+    tf.RegisterKernelBuilder(Kernel::name, builder, outcome);
+    outcome.check();
+  }
+}
+
+// Returns an empty text, or why it failed.
+std::string add_operations() {
+  try {
+    tf.bind();
+    add_operation<Start>({"x: T", "weight: double"}, "y: T", {"plan: int", "tensor: int"}, same_shape);
+    add_operation<Wait>({"y: T"}, "z: T", {"plan: int", "tensor: int"}, same_shape);
+    add_operation<Allgather>({"x: T"}, "rows: T", {"team: int"}, unknown_shape);
+    return "";
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+// TensorFlow takes up what a library registers while it is being loaded; nothing may be thrown there.
+const std::string load_error = add_operations();
+
+}  // namespace
+
+extern "C" KHPC_API const char* khpc_tensorflow_load_error() {
+  return load_error.c_str();
+}
+
+}  // namespace keras_hpc::tensorflow
