@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `make demo` runs: train.py on 1 rank and on 2, one core and one thread for each rank, and what came of it.
+
+Without MPI for the one rank, with the environment's own mpiexec for the two.
+"""
+
+import argparse
+import csv
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    # Open MPI would not start as root, or bind ranks itself.
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
+TIME_LIMIT_S = 600
+
+
+def run_pinned(arguments):
+    """One rank: keeps to the core of its number, then becomes train.py."""
+    names = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_RANK")
+    local_rank = next((int(os.environ[name]) for name in names if name in os.environ), 0)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
+    sys.argv = [str(HERE / "train.py"), *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def train(ranks, output, options):
+    """Runs train.py and returns its summary."""
+    command = [sys.executable, str(HERE / "demo.py"), "--pinned", "--output", str(output), *options]
+    if ranks > 1:
+        command = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(ranks), *command]
+    print(
+        f"\n--- {ranks} rank{'s' * (ranks > 1)}: {'mpiexec -n ' + str(ranks) + ' ' if ranks > 1 else ''}python train.py"
+    )
+    sys.stdout.flush()
+    done = subprocess.run(command, env=os.environ | ONE_THREAD, timeout=TIME_LIMIT_S, check=False)
+    if done.returncode:
+        sys.exit(f"The run on {ranks} ranks ended with {done.returncode}; see its messages above.")
+    return json.loads((output / "summary.json").read_text())
+
+
+def history(output):
+    with (output / "history.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return {name: [float(row[name]) for row in rows] for name in rows[0]}
+
+
+def draw(results, summaries, folder):
+    """Writes loss.png and throughput.png with the numbers they show beside them as CSV."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    curves = {n: history(folder / f"{n}_ranks") for n in summaries}
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    for color, (n, curve) in zip(("C0", "C1"), curves.items(), strict=True):
+        label = f"{n} rank{'s' * (n > 1)}"
+        axes.plot(curve["epoch"], curve["loss"], color=color, label=f"{label}, training")
+        axes.plot(curve["epoch"], curve["val_loss"], color=color, linestyle="--", label=f"{label}, test")
+    axes.set(xlabel="epoch", ylabel="loss", yscale="log", title="5,000 digits, small CNN")
+    axes.legend()
+    figure.savefig(folder / "loss.png", dpi=150)
+    with (folder / "loss.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["ranks", "epoch", "loss", "val_loss"])
+        for n, curve in curves.items():
+            writer.writerows(
+                zip([n] * len(curve["epoch"]), *(curve[k] for k in ("epoch", "loss", "val_loss")), strict=True)
+            )
+
+    figure, axes = plt.subplots(figsize=(4, 4), layout="constrained")
+    ranks = list(summaries)
+    rates = [summaries[n]["samples_per_second"] for n in ranks]
+    bars = axes.bar([str(n) for n in ranks], rates, color=["C0", "C1"], width=0.5)
+    axes.bar_label(bars, fmt="{:.0f}")
+    axes.plot([-0.3, 1.3], [rates[0] * ranks[-1]] * 2, color="0.5", linestyle=":", label="twice one rank")
+    axes.set(xlabel="ranks, one core each", ylabel="samples/s", title="Throughput")
+    axes.legend(loc="upper left")
+    figure.savefig(folder / "throughput.png", dpi=150)
+    with (folder / "throughput.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(results))
+        writer.writeheader()
+        writer.writerow(results)
+
+
+def mpi_version():
+    """Asked in a process of its own: an MPI started here would disturb later launches."""
+    code = "from mpi4py import MPI; print(' '.join(MPI.Get_library_version().split('\\n')[0].split()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout.strip().split(", package")[0] or "none"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=["tensorflow", "jax"], default="tensorflow")
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--samples", type=int, default=5000)
+    parser.add_argument("--results", type=Path, default=Path("results") / "demo", help="folder for charts and tables")
+    args = parser.parse_args()
+
+    options = ["--backend", args.backend, "--epochs", str(args.epochs), "--samples", str(args.samples)]
+    summaries = {n: train(n, args.results / f"{n}_ranks", options) for n in (1, 2)}
+    one, two = summaries[1], summaries[2]
+    results = {
+        "samples_per_second_1_rank": round(one["samples_per_second"]),
+        "samples_per_second_2_ranks": round(two["samples_per_second"]),
+        "ratio": round(two["samples_per_second"] / one["samples_per_second"], 3),
+        "test_accuracy_1_rank": one["test_accuracy"],
+        "test_accuracy_2_ranks": two["test_accuracy"],
+    }
+    draw(results, summaries, args.results)
+
+    cores = len(os.sched_getaffinity(0))
+    print("\n=== keras_hpc demo: a CNN on 5,000 handwritten digits")
+    print(f"ranks           1 and {two['ranks']}, one core and one thread each ({cores} cores here)")
+    print(f"backend         {two['backend']}")
+    print(f"MPI             {mpi_version()}")
+    print(f"throughput      {one['samples_per_second']:.0f} samples/s on 1 rank, {two['samples_per_second']:.0f} on 2")
+    print(f"                ratio {results['ratio']:.2f}")
+    print(f"test accuracy   {one['test_accuracy']:.2%} on 1 rank, {two['test_accuracy']:.2%} on 2")
+    print(f"replicas        {'identical' if two['replicas_identical'] else 'DIFFERENT'} (keras_hpc.check_replicas)")
+    print(f"charts, tables  {args.results}/: loss.png, loss.csv, throughput.png, throughput.csv")
+    if cores < two["ranks"]:
+        print("With fewer cores than ranks, the ranks shared a core: the ratio says nothing.")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--pinned"]:
+        run_pinned(sys.argv[2:])
+    else:
+        main()
