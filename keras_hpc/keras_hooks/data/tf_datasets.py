@@ -104,7 +104,7 @@ def _empty(spec: Any) -> Any:
     import tensorflow as tf
 
     if isinstance(spec, tf.RaggedTensorSpec):
-        inner = [1 if n is None else n for n in spec.shape[1 + spec.ragged_rank :]]
+        inner = tuple(1 if n is None else n for n in spec.shape[1 + spec.ragged_rank :])
         return tf.ragged.constant([], spec.dtype, spec.ragged_rank, inner, row_splits_dtype=spec.row_splits_dtype)
     if not isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec)):
         return None

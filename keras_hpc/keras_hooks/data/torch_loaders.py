@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from keras_hpc.keras_hooks.data import rows
 from keras_hpc.keras_hooks.data.partition import Place, deal
@@ -74,7 +74,8 @@ class _Part:
         # Samplers without a generator of their own draw from torch's: for that moment all ranks have the same one.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed((self.seed + epoch) % 2**63)
-            batches = self._stream() if self.loader.batch_sampler is None else self._chosen()
+            streams = self.loader.batch_sampler is None or isinstance(self.loader.dataset, IterableDataset)
+            batches = self._stream() if streams else self._chosen()
             first = next(batches, None)
         while first is not None:
             yield first

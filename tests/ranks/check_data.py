@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F401, F811
+"""Each kind of data reaches the ranks whole: every sample once an epoch, in the order of one rank, in as many steps."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+from data_cases import (
+    SAMPLES,
+    Batches,
+    X,
+    Y,
+    _job,
+    batches,
+    everyone,
+    mode,
+    opened,
+    rows_of_all,
+    steps_of_all,
+    visits_each_once,
+)
+from keras_cases import job
+
+import keras_hpc
+from keras_hpc.keras_hooks.data.arrays import ShardedArrays
+from keras_hpc.keras_hooks.data.partition import Place
+
+
+def tensors(array):
+    return keras.ops.convert_to_tensor(array)
+
+
+def frame(array):
+    pandas = pytest.importorskip("pandas")
+    return pandas.DataFrame(array, columns=["a", "b", "c"])
+
+
+def torch_tensor(array):
+    return pytest.importorskip("torch").tensor(array)
+
+
+def sparse(array):
+    return pytest.importorskip("scipy.sparse").csr_matrix(array)
+
+
+KINDS = {"numpy": lambda a: a, "tensor": tensors, "pandas": frame, "torch": torch_tensor, "scipy": sparse}
+
+
+@pytest.mark.parametrize("shuffle", [False, True, "batch"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_together_hold_the_batches_of_one_rank(kind, shuffle, mode):
+    x = KINDS[kind](X)
+    adapter = opened(x, Y, batch_size=5, shuffle=shuffle)
+    one = ShardedArrays(Place(0, 1), x, Y, None, None, 5 * job().size if mode == "local" else 5, None, shuffle)
+    one.seed = adapter.seed
+    for _epoch in range(2):
+        reference = batches(one)
+        for leaf in (0, 1):
+            adapter._epoch = one._epoch - 1
+            steps = steps_of_all(adapter, leaf=leaf)
+            assert len(steps) == len(reference) == adapter.num_batches
+            for ranks, whole in zip(steps, reference, strict=True):
+                np.testing.assert_array_equal(np.concatenate(ranks), keras.tree.flatten(whole)[leaf])
+                counts = [len(rows) for rows in ranks]
+                assert max(counts) - min(counts) <= 1
+
+
+def test_nested_structures_weights_and_class_weights(mode):
+    x = {"a": X, "b": [Y, Y + 100]}
+    adapter = opened(x, [Y, Y + 1], sample_weight=np.linspace(0, 1, SAMPLES), batch_size=4, shuffle=True)
+    for x_batch, y_batch, weights in batches(adapter):
+        np.testing.assert_array_equal(x_batch["a"], X[y_batch[0]])
+        np.testing.assert_array_equal(x_batch["b"][1], y_batch[0] + 100)
+        np.testing.assert_array_equal(y_batch[1], y_batch[0] + 1)
+        np.testing.assert_allclose(weights[0], y_batch[0] / (SAMPLES - 1), atol=1e-6)
+    for _x, y_batch, weights in batches(opened(X, Y % 2, class_weight={0: 1.0, 1: 3.0}, batch_size=4)):
+        np.testing.assert_array_equal(weights, np.where(y_batch, 3, 1))
+
+
+def test_shuffling_follows_the_users_seed_and_the_epoch():
+    def epochs():
+        np.random.seed(job().rank)  # ranks need not agree on their own
+        if job().rank == 0:
+            keras.utils.set_random_seed(5)
+        adapter = opened(X, Y, batch_size=4, shuffle=True)
+        return [rows_of_all(adapter).tolist() for _ in range(3)]
+
+    first = epochs()
+    assert first == epochs()
+    assert first[0] != first[1] != first[2] != first[0]
+    again = opened(X, Y, batch_size=4, shuffle=True)
+    assert rows_of_all(again).tolist() not in first
+
+
+def test_a_batch_looked_at_on_one_rank_does_not_shift_its_order():
+    adapter = opened(X, Y, batch_size=4, shuffle=True)
+    if job().rank == 0 and keras.backend.backend() == "jax":  # builds its model from a batch
+        next(adapter.get_jax_iterator())
+    assert visits_each_once(rows_of_all(adapter))
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_fewer_samples_than_ranks(samples, mode):
+    adapter = opened(X[:samples], Y[:samples], batch_size=32)
+    assert adapter.num_batches == 1
+    assert visits_each_once(rows_of_all(adapter), samples)
+    assert batches(adapter)[0][0].shape[1:] == (3,)
+
+
+def test_batch_size_from_steps(mode):
+    adapter = opened(X, Y, steps_per_epoch=4)
+    assert adapter.num_batches == 4
+    assert visits_each_once(rows_of_all(adapter))
+
+
+def dataset(rows=8, known=True):
+    tf = pytest.importorskip("tensorflow")
+    data = tf.data.Dataset.from_tensor_slices((X, Y))
+    return (data if known else data.filter(lambda x, y: True)).batch(rows)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("rows", [1, 8, 40])
+def test_tf_dataset(rows, known, mode):
+    data = dataset(rows, known)
+    adapter = opened(data)
+    for _epoch in range(2):
+        steps = steps_of_all(adapter)
+        np.testing.assert_array_equal(np.concatenate([np.concatenate(s) for s in steps]), Y)
+        count = -(-SAMPLES // rows)
+        assert len(steps) == (-(-count // job().size) if mode == "local" else count)
+        first = min(rows, SAMPLES)
+        assert max(len(part) for part in steps[0]) == (first if mode == "local" else -(-first // job().size))
+
+
+def test_tf_dataset_without_end(mode):
+    rows = rows_of_all(opened(dataset(37).repeat(), steps_per_epoch=4), limit=4)
+    assert len(rows) == 4 * SAMPLES * (job().size if mode == "local" else 1)
+
+
+def test_tf_dataset_of_ragged_and_sparse_tensors_and_dicts(mode):
+    tf = pytest.importorskip("tensorflow")
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("ragged tensors are TensorFlow's")
+    ragged = tf.ragged.constant([[i] * (1 + i % 3) for i in range(SAMPLES)])
+    data = tf.data.Dataset.from_tensor_slices({"a": ragged, "b": tf.sparse.from_dense(X), "y": Y}).batch(8)
+    seen = everyone(batches(opened(data)))
+    assert len({len(steps) for steps in seen}) == 1
+    rows = [batch for step in zip(*seen, strict=True) for batch in step]
+    np.testing.assert_array_equal(np.concatenate([b["y"] for b in rows]), Y)
+    np.testing.assert_array_equal(np.concatenate([b["b"] for b in rows]), X)
+    np.testing.assert_array_equal(np.concatenate([b["a"][:, 0] for b in rows if len(b["a"])]), Y)
+
+
+def test_unbatched_tf_dataset_is_refused():
+    if job().size > 1:
+        with pytest.raises(ValueError, match="must be batches"):
+            opened(dataset().unbatch())
+
+
+def test_unseeded_shuffle_is_noticed(caplog, monkeypatch):
+    import logging
+
+    monkeypatch.setattr(logging.getLogger("keras_hpc"), "propagate", True)
+    tf = pytest.importorskip("tensorflow")
+    tf.random.set_seed(1)
+    data = dataset().unbatch().shuffle(100).batch(5)  # the global seed of TensorFlow is enough
+    assert visits_each_once(rows_of_all(opened(data)))
+    assert "without a seed" not in caplog.text
+    from tensorflow.python.eager import context
+
+    context.context()._set_global_seed(None)
+    opened(dataset().unbatch().shuffle(100).batch(5))
+    assert ("without a seed" in caplog.text) == (job().rank == 0 and job().size > 1)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("options", [{}, {"workers": 3}, {"workers": 2, "use_multiprocessing": True}], ids=str)
+def test_py_dataset(options, shuffle, mode):
+    if "use_multiprocessing" in options and (shuffle or mode == "global" or keras.backend.backend() == "jax"):
+        pytest.skip("slow, the same as with threads, and JAX warns of every fork")
+    data = Batches(**options)
+    adapter = opened(data, shuffle=shuffle)
+    orders = []
+    for _epoch in range(2):
+        adapter.on_epoch_begin()
+        orders.append(rows_of_all(adapter))
+        adapter.on_epoch_end()
+    assert all(map(visits_each_once, orders))
+    assert (orders[0] == orders[1]).all() != shuffle
+    assert shuffle or (orders[0] == Y).all()
+    assert data.ended == 2
+    assert adapter.num_batches == (-(-5 // job().size) if mode == "local" else 5)
+
+
+def test_endless_py_dataset(mode):
+    class Endless(keras.utils.PyDataset):
+        num_batches = None
+
+        def __getitem__(self, index):
+            return X[:3], np.full(3, index)
+
+    rows = rows_of_all(opened(Endless(), steps_per_epoch=4), limit=4)
+    np.testing.assert_array_equal(np.unique(rows), np.arange(4 * (job().size if mode == "local" else 1)))
+
+
+def loader(**kwargs):
+    torch = pytest.importorskip("torch")
+    data = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    return torch.utils.data.DataLoader(data, **{"batch_size": 8, **kwargs})
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_torch_data_loader(shuffle, mode):
+    adapter = opened(loader(shuffle=shuffle))
+    orders = [rows_of_all(adapter) for _ in range(2)]
+    assert all(map(visits_each_once, orders))
+    assert (orders[0] == orders[1]).all() != shuffle
+    assert adapter.num_batches == (-(-5 // job().size) if mode == "local" else 5)
+
+
+def test_torch_loader_of_a_stream(mode):
+    torch = pytest.importorskip("torch")
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return zip(torch.tensor(X), torch.tensor(Y), strict=True)
+
+    adapter = opened(torch.utils.data.DataLoader(Stream(), batch_size=8))
+    assert adapter.num_batches is None
+    np.testing.assert_array_equal(rows_of_all(adapter), Y)
+
+
+def test_loader_with_a_distributed_sampler_is_left_alone():
+    torch = pytest.importorskip("torch")
+    given = loader()
+    sampler = torch.utils.data.DistributedSampler(given.dataset, num_replicas=job().size, rank=job().rank)
+    adapter = opened(loader(sampler=sampler))
+    assert type(adapter).__module__.startswith("keras.")
+    assert sum(len(batch[1]) for batch in batches(adapter)) == -(-SAMPLES // job().size)
+
+
+def test_local_and_shard_false_leave_data_alone(monkeypatch):
+    with keras_hpc.local():
+        assert type(opened(X, Y)).__module__.startswith("keras.")
+    monkeypatch.setattr(job(), "shard", False)
+    assert type(opened(X, Y)).__module__.startswith("keras.")
+    assert type(opened((X, Y) for _ in range(2))).__module__.startswith("keras.")
+
+
+def test_generators_are_refused():
+    def forever():
+        for _ in itertools.count():
+            yield X, Y
+
+    if job().size > 1:
+        with pytest.raises(ValueError, match=r"cannot share out data of type generator.*shard=False"):
+            opened(forever())
+    else:
+        assert opened(forever()).num_batches is None

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F401, F811
+"""`fit`, validation, `evaluate` and `predict` on data that keras_hpc shares out; what is said and what is refused."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+from data_cases import Batches, _job, everyone, mode, opened
+from keras_cases import BATCH, SAMPLES, assert_like_one_rank, data, dense, job, values
+
+import keras_hpc
+
+TIMEOUT = 400
+
+
+@pytest.fixture
+def notices(caplog, monkeypatch):
+    """What rank 0 says to the user."""
+    monkeypatch.setattr(logging.getLogger("keras_hpc"), "propagate", True)
+    caplog.set_level(logging.INFO, "keras_hpc")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "keras_hpc"]
+
+
+def compiled(model=dense, **kwargs):
+    def make():
+        made = model()
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        made.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy", metrics=["accuracy"], **kwargs)
+        return made
+
+    return make
+
+
+def in_order(epochs=2, **kwargs):
+    """Trains on arrays as they are; on one rank alone with the batch of all ranks."""
+    x, y = data()
+
+    def train(model, whole):
+        scale = job().size if whole and job().batch == "local" else 1
+        options = {"batch_size": BATCH * scale, "shuffle": False, "verbose": 0, "epochs": epochs, **kwargs}
+        history = model.fit(x, y, **options).history
+        return history, model.evaluate(x, y, batch_size=31, verbose=0, return_dict=True)
+
+    return train
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"validation_split": 0.2},
+        {"validation_data": data(samples=41), "validation_batch_size": 7},
+        {"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}},
+        {"sample_weight": np.linspace(0, 2, SAMPLES)},
+        {"batch_size": 3, "epochs": 1},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_fit_and_evaluate_of_arrays_are_those_of_one_rank(options, mode):
+    if mode == "local" and options and "validation_split" not in options:
+        pytest.skip("the same in both modes, or about the global batch")
+    assert_like_one_rank(compiled(), in_order(**options))
+
+
+def test_steps_per_epoch_continue_through_the_data(monkeypatch):
+    monkeypatch.setattr(job(), "batch", "global")
+    assert_like_one_rank(compiled(), in_order(epochs=3, steps_per_epoch=4))
+
+
+def test_steps_per_execution(monkeypatch):
+    monkeypatch.setattr(job(), "batch", "global")
+
+    def train(model, whole):
+        in_order()(model, whole)  # Keras logs less often then
+
+    assert_like_one_rank(compiled(steps_per_execution=3), train)
+
+
+class Watching(keras.callbacks.Callback):
+    """Counts steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps.append(batch)
+
+
+@pytest.mark.parametrize("kind", ["tf.data", "PyDataset", "DataLoader"])
+def test_other_sources_train_like_one_rank(kind, monkeypatch):
+    monkeypatch.setattr(job(), "batch", "global")
+    x, y = data()
+
+    def source():
+        if kind == "tf.data":
+            tf = pytest.importorskip("tensorflow")
+            return tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+        if kind == "DataLoader":
+            torch = pytest.importorskip("torch")
+            tensors = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
+            return torch.utils.data.DataLoader(tensors, batch_size=BATCH)
+        from keras_cases import Parts
+
+        return Parts(x, y, whole=True)
+
+    def train(model, whole):
+        history = model.fit(source(), shuffle=False, verbose=0, epochs=2, validation_data=source()).history
+        return history, model.evaluate(source(), verbose=0, return_dict=True)
+
+    assert_like_one_rank(compiled(), train)
+
+
+def test_tails_of_dealt_batches_are_weighted():
+    """Seven batches on ranks that take one each: in the last step some have none."""
+    x, y = data(samples=7 * 8)
+    p = job().size
+
+    class Source(keras.utils.PyDataset):
+        def __init__(self, rows):
+            super().__init__()
+            self.rows = rows
+
+        def __len__(self):
+            return -(-len(x) // self.rows)
+
+        def __getitem__(self, index):
+            part = slice(index * self.rows, (index + 1) * self.rows)
+            return x[part], y[part]
+
+    def train(model, whole):
+        return model.fit(Source(8 * p if whole else 8), shuffle=False, verbose=0, epochs=2).history
+
+    assert_like_one_rank(compiled(), train)
+
+
+def test_shuffled_epochs_are_reproducible_and_all_ranks_step_together(mode):
+    def run():
+        keras.utils.set_random_seed(9)
+        model, watching = compiled()(), Watching()
+        x, y = data()
+        model.fit(x, y, batch_size=16, epochs=2, verbose=0, callbacks=[watching])
+        return watching.steps, [v.tobytes() for v in values(model)]
+
+    first = run()
+    assert first == run()
+    assert all(other == first for other in everyone(first))
+
+
+def test_decisions_are_said_once_per_fit(mode, notices):
+    x, y = data()
+    model = compiled()()
+    model.fit(x, y, batch_size=16, epochs=2, verbose=0, validation_data=(x, y))
+    model.evaluate(x, y, verbose=0)
+    said = [text for text in notices() if "samples" in text]
+    p = job().size
+    if job().rank == 0 and p > 1:
+        batch = 16 * p if mode == "local" else 16
+        assert len(said) == 1
+        assert f"185 samples, about {-(-185 // p)} per rank, global batch {batch}" in said[0]
+        assert f"{-(-185 // batch)} steps an epoch; {p} ranks" in said[0]
+    else:
+        assert not said
+
+
+def two_headed():
+    keras.utils.set_random_seed(4)
+    a, b = keras.Input((6,), name="a"), keras.Input((6,), name="b")
+    hidden = keras.layers.Concatenate()([a, b])
+    return keras.Model(
+        {"a": a, "b": b}, {"one": keras.layers.Dense(2)(hidden), "more": [keras.layers.Dense(3)(hidden)]}
+    )
+
+
+@pytest.mark.parametrize("samples", [37, 2, 1])
+@pytest.mark.parametrize("options", [{}, {"batch_size": 7}, {"steps": 2}, {"steps": 2, "batch_size": 1}], ids=str)
+def test_predict_returns_everything_everywhere(samples, options):
+    if samples == 1 and "steps" in options:
+        pytest.skip("Keras warns that data ran out")
+    x, _ = data(samples=samples)
+    x = {"a": x, "b": x[::-1]}
+    model = two_headed()
+    model.compile()
+    ours = model.predict(x, verbose=0, **options)
+    with keras_hpc.local():
+        expected = model.predict(x, verbose=0, **options)
+    keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), ours, expected)
+    bits = [leaf.tobytes() for leaf in keras.tree.flatten(ours)]
+    assert all(other == bits for other in everyone(bits))
+
+
+def test_predict_of_batches_is_computed_everywhere():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    with keras_hpc.local():
+        expected = model.predict(Batches(), verbose=0)
+    np.testing.assert_array_equal(model.predict(Batches(), verbose=0), expected)
+
+
+def test_predict_of_a_model_whose_outputs_are_not_rows():
+    class Total(keras.Model):
+        def call(self, x):
+            return keras.ops.sum(x, axis=0, keepdims=True)
+
+    x, _ = data(samples=64)
+    model = Total()
+    np.testing.assert_allclose(model.predict(x, batch_size=16, verbose=0).shape, (4, 6))
+
+
+def test_inside_local_data_are_whole():
+    x, y = data()
+    seen = []
+    watching = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    with keras_hpc.local():
+        compiled()().fit(x, y, batch_size=37, epochs=1, verbose=0, callbacks=[watching])
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_ranks_with_different_data_are_named():
+    x, y = data(samples=20 + job().rank)
+    if job().size == 1:
+        return
+    others = ", ".join(map(str, range(1, job().size)))
+    with pytest.raises(ValueError, match=rf"not on rank\(s\) {others}.*shard=False"):
+        compiled()().fit(x, y, verbose=0)
+
+
+def test_a_refusal_on_one_rank_reaches_all():
+    x, y = data(samples=20)
+    last = job().rank == job().size - 1
+    message = "cardinality is ambiguous" if last else f"refused on rank {job().size - 1}: Data cardinality"
+    with pytest.raises(ValueError, match=message):
+        compiled()().fit(x, y[:-1] if last else y, verbose=0)
+
+
+def test_empty_data_are_refused():
+    with pytest.raises(ValueError, match="empty data set"):
+        opened(np.zeros((0, 3)), np.zeros(0))
+
+
+def test_same_shapes_with_other_contents_are_noticed(notices):
+    opened(np.full((20, 3), job().rank), np.zeros(20))
+    assert any("different contents" in text for text in notices()) == (job().rank == 0 and job().size > 1)
