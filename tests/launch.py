@@ -41,14 +41,14 @@ class Run:
     Attributes:
         returncode: of mpiexec; `None` where the time limit ended it.
         output: stdout and stderr of all ranks as mpiexec passed them on.
-        seconds: from start to end.
+        ended_at: when mpiexec ended, as `time.time()` tells it.
         leaked_files: names in /dev/shm that were not there before and that no living process maps.
         leaked_processes: process ids that outlived mpiexec.
     """
 
     returncode: int | None
     output: str
-    seconds: float
+    ended_at: float
     leaked_files: tuple[str, ...]
     leaked_processes: tuple[int, ...]
 
@@ -105,7 +105,6 @@ def launch(
     """Run `command` on `n` ranks, or, with `mpi=False`, once and without mpiexec."""
     token = secrets.token_hex(8)
     before = {p.name for p in SHARED_MEMORY.iterdir()}
-    start = time.monotonic()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             [str(MPIEXEC), "-n", str(n), *command] if mpi else command,
@@ -124,7 +123,7 @@ def launch(
         except BaseException:  # an interrupted test run must not leave a job running
             _end(process, token)
             raise
-        seconds = time.monotonic() - start
+        ended_at = time.time()
         if returncode is None:
             _end(process, token)
         log.seek(0)
@@ -137,4 +136,4 @@ def launch(
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     files = tuple(p.name for p in SHARED_MEMORY.iterdir() if p.name not in before and not _mapped(p.name))
-    return Run(returncode, output, seconds, files, tuple(left))
+    return Run(returncode, output, ended_at, files, tuple(left))

@@ -42,9 +42,8 @@ def train(ranks, output, options):
     command = [sys.executable, str(HERE / "demo.py"), "--pinned", "--output", str(output), *options]
     if ranks > 1:
         command = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(ranks), *command]
-    print(
-        f"\n--- {ranks} rank{'s' * (ranks > 1)}: {'mpiexec -n ' + str(ranks) + ' ' if ranks > 1 else ''}python train.py"
-    )
+    launcher = f"mpiexec -n {ranks} " if ranks > 1 else ""
+    print(f"\n--- {launcher}python train.py {' '.join(options)}")
     sys.stdout.flush()
     done = subprocess.run(command, env=os.environ | ONE_THREAD, timeout=TIME_LIMIT_S, check=False)
     if done.returncode:
@@ -78,9 +77,8 @@ def draw(results, summaries, folder):
         writer = csv.writer(file)
         writer.writerow(["ranks", "epoch", "loss", "val_loss"])
         for n, curve in curves.items():
-            writer.writerows(
-                zip([n] * len(curve["epoch"]), *(curve[k] for k in ("epoch", "loss", "val_loss")), strict=True)
-            )
+            for row in zip(curve["epoch"], curve["loss"], curve["val_loss"], strict=True):
+                writer.writerow([n, *row])
 
     figure, axes = plt.subplots(figsize=(4, 4), layout="constrained")
     ranks = list(summaries)
@@ -88,7 +86,9 @@ def draw(results, summaries, folder):
     bars = axes.bar([str(n) for n in ranks], rates, color=["C0", "C1"], width=0.5)
     axes.bar_label(bars, fmt="{:.0f}")
     axes.plot([-0.3, 1.3], [rates[0] * ranks[-1]] * 2, color="0.5", linestyle=":", label="twice one rank")
-    axes.set(xlabel="ranks, one core each", ylabel="samples/s", title="Throughput")
+    axes.set(
+        xlabel="ranks, one core each", ylabel="samples/s", title="Throughput", ylim=(0, 1.3 * max(2 * rates[0], *rates))
+    )
     axes.legend(loc="upper left")
     figure.savefig(folder / "throughput.png", dpi=150)
     with (folder / "throughput.csv").open("w", newline="") as file:

@@ -1,0 +1,101 @@
+"""Bad luck: a job that cannot go on ends, on all ranks, soon, with a reason, and leaves nothing behind."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.mpi
+
+RANKS = Path(__file__).parent / "ranks"
+END_SECONDS = 20  # in which a job must end once a rank has failed
+
+
+def _check_end(done):
+    failed_at = float(re.search(r"FAILS AT ([\d.]+)", done.output)[1])
+    assert done.ended_at - failed_at < END_SECONDS
+    assert "trained to the end" not in done.output
+    assert done.leaked_files == ()
+
+
+@pytest.mark.parametrize(
+    ("how", "visible"),
+    [
+        ("raise", ["RuntimeError: boom on the last rank", "in on_train_batch_end"]),
+        ("exit", []),
+        ("exit-text", ["bad luck on the last rank"]),
+        ("kill", []),
+        ("segv", ["Segmentation fault", "on_train_batch_end"]),
+        ("thread", ["ZeroDivisionError", "RuntimeError: boom on the last rank"]),
+        ("fewer-batches", ["not every rank has started it", "Missing, as far as this rank sees: rank 2", "bias"]),
+    ],
+)
+def test_one_rank_ends_the_job(how, visible, run_ranks):
+    done = run_ranks(3, [RANKS / "fail_training.py", how], backend="jax", expect_failure=True)
+    for text in visible:
+        assert text in done.output, done.output
+    _check_end(done)
+
+
+@pytest.mark.parametrize("how", ["raise", "kill", "fewer-batches"])
+def test_one_rank_ends_the_job_with_tensorflow(how, run_ranks):
+    done = run_ranks(2, [RANKS / "fail_training.py", how], expect_failure=True)
+    assert how != "raise" or "RuntimeError: boom on the last rank" in done.output
+    _check_end(done)
+
+
+@pytest.mark.parametrize(
+    ("n", "how", "env", "visible"),
+    [
+        (2, "no-threads", {}, ["MPI_THREAD_MULTIPLE", "mpi4py.rc"]),
+        (1, "no-native", {}, ["native engine", "pip install"]),
+        (1, "moved-method", {}, ["does not fit Keras 3.", "_clip_gradients"]),
+        (1, "moved-module", {}, ["does not fit Keras 3.", "EpochIterator"]),
+        (2, "keras-distribution", {}, ["keras.distribution", "twice"]),
+        (1, "torch-distributed", {}, ["torch.distributed", "twice"]),
+        (1, "bad-backend", {"KERAS_BACKEND": "numpy"}, ["KERAS_BACKEND", "'numpy'"]),
+    ],
+)
+def test_init_refuses(n, how, env, visible, run_ranks):
+    args = [RANKS / "fail_start.py", how]
+    done = run_ranks(n, args, timeout=80, backend="jax", env=env, expect_failure=True, mpi=n > 1)
+    for text in visible:
+        assert text in done.output, done.output
+    assert "init worked" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("env", "hint"),
+    [
+        # What srun --mpi=none sets in each of its processes: N singletons that all take themselves for rank 0.
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0"}, "--mpi=pmi2"),
+        # mpiexec of one MPI, mpi4py with another.
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "mpiexec"),
+    ],
+)
+def test_singletons_are_refused(env, hint, run_ranks):
+    done = run_ranks(1, [RANKS / "fail_start.py"], timeout=80, backend="jax", env=env, mpi=False, expect_failure=True)
+    assert "LaunchError" in done.output
+    assert hint in done.output
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        # A plain `python train.py` in a batch script of 4 tasks: the batch step itself has one task.
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_PROCID": "0"},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"},
+    ],
+)
+def test_one_rank_alone_is_fine(env, run_ranks):
+    done = run_ranks(1, [RANKS / "fail_start.py"], timeout=80, backend="jax", env=env, mpi=False)
+    assert "init worked on 1 ranks" in done.output
+
+
+def test_without_mpi_one_rank_works_and_a_launch_is_refused(run_ranks, tmp_path):
+    nothing = {"MPI4PY_LIBMPI": str(tmp_path / "libmpi.so")}
+    done = run_ranks(1, [RANKS / "fail_start.py"], timeout=80, backend="jax", env=nothing, mpi=False)
+    assert "init worked on 1 ranks" in done.output
+    done = run_ranks(2, [RANKS / "fail_start.py"], timeout=80, backend="jax", env=nothing, expect_failure=True)
+    assert "found no MPI library" in done.output
