@@ -355,3 +355,14 @@ def test_many_steps_leave_nothing_behind():
 
     run([0, 0], work)
     assert threading.active_count() == before
+
+
+def test_a_collective_that_a_rank_never_joins_is_an_error_soon():
+    def work(team, rank):
+        if rank == 1:
+            team.leave()
+        else:
+            with pytest.raises(_native.Error, match="in barrier, but one has already left"):
+                team.barrier()
+
+    run([0, 0], work, timeout=30)

@@ -222,10 +222,14 @@ void Team::throw_if_failed() const {
   throw Error(error_);
 }
 
+bool Team::somebody_left() const {
+  for (int r = 0; r < topology().local_size(); ++r)
+    if (context_.bells[r].left.load() != 0) return true;
+  return false;
+}
+
 void Team::throw_if_abandoned(const Plan& plan, int tensor) const {
-  bool somebody_left = false;
-  for (int r = 0; r < topology().local_size(); ++r) somebody_left |= context_.bells[r].left.load() != 0;
-  if (!somebody_left) return;
+  if (!somebody_left()) return;
   for (const int rank : plan.missing_ranks(tensor)) {
     const auto& local = topology().local_ranks();
     const auto found = std::find(local.begin(), local.end(), rank);
@@ -256,17 +260,21 @@ void Team::allreduce(void* data, int64_t count, DType dtype, Op op) {
   }
 }
 
+void Team::finish(RequestPtr request, const char* what) const {
+  keras_hpc::finish(std::move(request), options_.timeout_seconds, what, [this] { return somebody_left(); });
+}
+
 void Team::broadcast(void* data, size_t nbytes, int root) {
   if (root < 0 || root >= topology().size)
     throw Error("Expected a root from 0 to " + std::to_string(topology().size - 1) +
                 ". Received: " + std::to_string(root));
   const std::lock_guard lock(control_mutex_);
-  keras_hpc::finish(control_->broadcast(data, nbytes, root), options_.timeout_seconds, "broadcast");
+  finish(control_->broadcast(data, nbytes, root), "broadcast");
 }
 
 void Team::allgather(const void* in, void* out, const std::vector<size_t>& nbytes_by_rank) {
   const std::lock_guard lock(control_mutex_);
-  keras_hpc::finish(control_->allgather(in, out, nbytes_by_rank), options_.timeout_seconds, "allgather");
+  finish(control_->allgather(in, out, nbytes_by_rank), "allgather");
 }
 
 std::vector<int64_t> Team::allgather_count(int64_t mine) {
@@ -277,7 +285,7 @@ std::vector<int64_t> Team::allgather_count(int64_t mine) {
 
 void Team::barrier() {
   const std::lock_guard lock(control_mutex_);
-  keras_hpc::finish(control_->barrier(), options_.timeout_seconds, "barrier");
+  finish(control_->barrier(), "barrier");
 }
 
 void Team::agree(const std::string& what, const std::vector<std::string>& items) {

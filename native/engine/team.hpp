@@ -83,7 +83,9 @@ class Team {
   bool complete_async();
   void fail(const std::string& error);
   void throw_if_failed() const;
+  bool somebody_left() const;
   void throw_if_abandoned(const Plan& plan, int tensor) const;
+  void finish(RequestPtr request, const char* what) const;
   std::string late(const Plan& plan, int tensor, double seconds) const;
 
   std::unique_ptr<Transport> transport_;

@@ -3,6 +3,7 @@
 // in_process.hpp). The algorithms and the engine above know only this interface.
 #pragma once
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -51,7 +52,9 @@ class Transport {
   Topology topology_;
 };
 
-// Waits for the request, sleeping between tests. Throws Timeout after `timeout_seconds`; `what` names the operation.
-void finish(RequestPtr request, double timeout_seconds, const char* what);
+// Waits for the request, sleeping between tests. `what` names the operation. Throws Timeout after `timeout_seconds`, and
+// much sooner once `abandoned`, if given, says that a rank will never come.
+void finish(RequestPtr request, double timeout_seconds, const char* what,
+            const std::function<bool()>& abandoned = nullptr);
 
 }  // namespace keras_hpc
