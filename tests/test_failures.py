@@ -23,6 +23,8 @@ def _check_end(done):
     [
         ("raise", ["RuntimeError: boom on the last rank", "in on_train_batch_end"]),
         ("exit", []),
+        ("raise-exit", []),
+        ("exit-outside-training", []),
         ("exit-text", ["bad luck on the last rank"]),
         ("kill", []),
         ("segv", ["Segmentation fault", "on_train_batch_end"]),

@@ -26,6 +26,8 @@ class Fail(keras.callbacks.Callback):
             raise RuntimeError("boom on the last rank")
         if how == "exit":
             sys.exit(3)
+        if how == "raise-exit":
+            raise SystemExit(3)
         if how == "exit-text":
             sys.exit("bad luck on the last rank")
         if how == "kill":
@@ -39,6 +41,13 @@ class Fail(keras.callbacks.Callback):
             worker.join()
             raise RuntimeError("boom on the last rank")
 
+
+if how == "exit-outside-training":
+    # The others are in a collective that fit has nothing to do with.
+    if failing:
+        sys.stdout.write(f"FAILS AT {time.time()}\n")
+        raise SystemExit(3)
+    keras_hpc.allgather(np.ones(3))
 
 batches = 400
 if how == "fewer-batches" and failing:

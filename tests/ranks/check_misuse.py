@@ -1,0 +1,101 @@
+"""Wrong calls raise on every rank, say what to do, and leave a job that goes on."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_hpc
+
+RANKS = (1, 2)
+BACKENDS = ("jax",)
+
+
+def _model(units=2, dtype="float32"):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(units, name="head", dtype=dtype)], name="net")
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_api_before_init():
+    x = np.ones(2, "float32")
+    for call in (
+        keras_hpc.rank,
+        keras_hpc.size,
+        keras_hpc.local_rank,
+        keras_hpc.node_count,
+        keras_hpc.barrier,
+        lambda: keras_hpc.allreduce(x),
+        lambda: keras_hpc.broadcast(x),
+        lambda: keras_hpc.allgather(x),
+        lambda: keras_hpc.average({"loss": 1.0}),
+        lambda: keras_hpc.check_replicas(_model()),
+        lambda: keras_hpc.assign_team(_model(), 0),
+    ):
+        with pytest.raises(keras_hpc.NotInitializedError, match=r"keras_hpc\.init\(\)"):
+            call()
+
+
+def test_bad_arguments_of_init():
+    for arguments, name in (
+        ({"teams": 0}, "teams"),
+        ({"threads_per_team": -1}, "threads_per_team"),
+        ({"batch": "globl"}, "batch"),
+        ({"timeout_seconds": 0}, "timeout_seconds"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            keras_hpc.init(**arguments)
+    with pytest.raises(TypeError, match="communicator"):
+        keras_hpc.init(comm=3)
+    assert not keras_hpc.is_initialized()
+
+
+def test_init_twice():
+    keras_hpc.init()
+    with pytest.raises(RuntimeError, match="twice"):
+        keras_hpc.init()
+    keras_hpc.barrier()
+
+
+def test_unknown_team():
+    for team in (1, -1, "0"):
+        with pytest.raises(ValueError, match=r"no such team.*Received: team="):
+            keras_hpc.assign_team(_model(), team)
+        with pytest.raises(ValueError, match="no such team"):
+            keras_hpc.allreduce(np.ones(2, "float32"), team=team)
+    with pytest.raises(TypeError, match="compiled model or an optimizer"):
+        keras_hpc.assign_team(object(), 0)
+    keras_hpc.barrier()
+
+
+@pytest.mark.parametrize("differs", ["shape", "dtype", "depth"])
+def test_models_that_differ_name_the_first_tensor_and_the_ranks(differs):
+    if keras_hpc.size() == 1:
+        return
+    odd = keras_hpc.rank() == 1
+    if differs == "depth" and odd:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="head"), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+    else:
+        model = _model(3 if odd and differs == "shape" else 2, "bfloat16" if odd and differs == "dtype" else "float32")
+    x = np.ones((8, 3), "float32")
+    targets = np.ones((8, model.output_shape[-1]), "float32")
+    # train_on_batch, because fit would already refuse data sets that differ between ranks.
+    with pytest.raises(keras_hpc.PlanMismatchError, match=r"(?s)(head|dense|iteration).*rank 0.* on (rank )?1\b"):
+        model.train_on_batch(x, targets)
+    keras_hpc.barrier()
+
+
+def test_arrays_that_differ():
+    if keras_hpc.size() == 1:
+        return
+    odd = keras_hpc.rank() == 1
+    for array in (np.ones(3 if odd else 2, "float32"), np.ones(2, "int32" if odd else "float32")):
+        with pytest.raises(keras_hpc.PlanMismatchError):
+            keras_hpc.allreduce(array)
+    keras_hpc.barrier()
+
+
+def test_api_after_finalize():
+    keras_hpc.finalize()
+    with pytest.raises(keras_hpc.NotInitializedError, match=r"finalize\(\)"):
+        keras_hpc.rank()

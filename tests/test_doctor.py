@@ -1,0 +1,34 @@
+"""`python -m keras_hpc`: what it shows, alone and as a job."""
+
+import re
+
+import pytest
+
+pytestmark = pytest.mark.mpi
+
+
+def test_help(run_ranks):
+    text = run_ranks(1, ["-m", "keras_hpc", "--help"], backend="jax", mpi=False).output
+    assert "doctor" in text
+    assert "--parameters" in run_ranks(1, ["-m", "keras_hpc", "doctor", "--help"], backend="jax", mpi=False).output
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+def test_doctor(ranks, backend, run_ranks):
+    text = run_ranks(
+        ranks, ["-m", "keras_hpc", "doctor", "--parameters", "1000000"], backend=backend, mpi=ranks > 1
+    ).output
+    for word in ("Python", "Keras", backend, "mpi4py", "MPICH", "MPI_THREAD_MULTIPLE", "libkeras_hpc.so", "correct"):
+        assert word in text, text
+    assert text.count("installation\n") == 1, "only rank 0 reports"
+    assert len(re.findall(r"^  \d +\d +\d +\S+  [\d,-]+$", text, re.M)) == ranks, text
+    copies = float(re.search(r"\(([\d.]+) copies of the gradients", text)[1])
+    assert copies <= 1
+    assert copies == pytest.approx((ranks - 1) / ranks, abs=0.05)
+
+
+def test_wrong_use_is_explained(run_ranks):
+    args = ["-m", "keras_hpc", "doctor", "--parameters", "0"]
+    assert "Received: 0" in run_ranks(1, args, backend="jax", mpi=False, expect_failure=True).output
+    assert "usage" in run_ranks(1, ["-m", "keras_hpc"], backend="jax", mpi=False, expect_failure=True).output

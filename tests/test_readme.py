@@ -1,0 +1,77 @@
+"""Runs every block of code that the READMEs and the API page show."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from launch import ROOT, child_environment, launch
+
+pytestmark = pytest.mark.mpi
+
+PAGES = ["README.md", "docs/api.md", "examples/cnn/README.md"]
+# A snippet that shows only what to add to a script gets the script from here.
+PREAMBLE = """
+import keras
+import numpy as np
+import keras_hpc
+keras_hpc.init()
+x = np.ones((8, 3), "float32")
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+"""
+
+
+def _blocks():
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for number, (language, code) in enumerate(re.findall(r"^```(python|bash)\n(.*?)^```", text, re.M | re.S), 1):
+            if language == "bash":
+                for line in code.strip().splitlines():
+                    yield pytest.param(page, language, line, id=f"{page}: {line}")
+            else:
+                yield pytest.param(page, language, code, id=f"{page}: block {number}")
+
+
+def _run(command, folder):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return launch(
+        1, ["bash", "-c", command], timeout=240, env=child_environment(extra={"PATH": path}), cwd=folder, mpi=False
+    )
+
+
+@pytest.mark.parametrize(("page", "language", "code"), _blocks())
+def test_block(page, language, code, tmp_path):
+    folder = tmp_path
+    if language == "python":
+        whole = "keras_hpc.init()" in code
+        (tmp_path / "train.py").write_text(code if whole else PREAMBLE + code)
+        command = "python train.py" if whole else "mpiexec -n 2 python train.py"
+    elif code.startswith("make "):
+        # What `make test` is running right now cannot be run by it: see that the target exists.
+        folder, command = ROOT, code.replace("make ", "make --dry-run ")
+    elif code.startswith("pip install "):
+        folder, command = ROOT, code.replace("pip install ", "pip install --dry-run --no-deps --no-build-isolation ")
+    else:
+        first = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+        (tmp_path / "train.py").write_text(first)
+        (tmp_path / "examples").symlink_to(ROOT / "examples")
+        command = code
+    done = _run(command, folder)
+    assert done.returncode == 0, done.output
+    assert done.leaked_processes == ()
+
+
+def test_shape_of_the_readme():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert next(number for number, line in enumerate(lines, 1) if line.startswith("```")) < 30
+
+
+def test_public_names_are_documented():
+    # Read, not imported: the process of the tests starts no framework.
+    names = re.findall(r'^    "(\w+)",$', (ROOT / "keras_hpc" / "__init__.py").read_text(), re.M)
+    assert "init" in names
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert [name for name in names if not re.search(rf"`{name}\b", page)] == []
