@@ -67,7 +67,7 @@ REQUIRED_ATTRIBUTES = {
     f"{_OPTIMIZER}._overwrite_variable_with_gradient": ("overwrite_with_gradient",),
     f"{_LOSS_SCALE}.__init__": ("inner_optimizer",),
     "keras.src.backend.common.variables:Variable.__init__": ("_value",),
-    f"{_TRAINER}.__init__": ("_initial_epoch", "compiled"),
+    f"{_TRAINER}.__init__": ("_initial_epoch", "_compile_loss"),
     f"{_LAYER}._initialize_tracker": ("_non_trainable_variables", "_seed_generators"),
     f"{_CALLBACKS}.__init__": ("callbacks", "set_model"),
 }

@@ -6,12 +6,15 @@ something else: by nothing (`"sum"`), the sum d of sample weights (`"mean_with_s
 unmasked values. One rank would compute sum(S_r) / sum(d_r); rank r has S_r / d_r and weighs n_r / sum(n_r). So its loss
 is multiplied by (d_r / sum(d_r)) (sum(n_r) / n_r), without the d for `"sum"`. That costs an exchange of two numbers, in
 these cases only.
+
+The loss of each of several outputs is logged as a mean over samples, or, where TensorFlow does not know the batch size
+when it traces, over steps; then each rank adds its part n_r / sum(n_r) of a step.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeGuard
 
 import keras
 
@@ -20,7 +23,7 @@ from keras_hpc.keras_hooks import compat, scope
 
 
 def install(job: Any, patcher: Any) -> None:
-    """Hooks the one function in which Keras reduces losses."""
+    """Hooks the one function in which Keras reduces losses, and the metric that logs the loss of an output."""
 
     def weigh(original: Any) -> Any:
         @functools.wraps(original)
@@ -33,14 +36,25 @@ def install(job: Any, patcher: Any) -> None:
         ) -> Any:
             loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
             step = scope.step()
-            if step is None or step.count is None or len(values.shape) == 0 or not scope.active():
+            if not _exchanges(step) or len(values.shape) == 0:
                 return loss
             divisor = _divisor(loss.dtype, sample_weight, mask, reduction)
             return loss if divisor is None else loss * keras.ops.cast(_share(step, divisor), loss.dtype)
 
         return reduce_weighted_values
 
+    def divide_step(original: Any) -> Any:
+        @functools.wraps(original)
+        def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+            step = scope.step()
+            if sample_weight is None and _exchanges(step) and any(metric is self for metric in _output_losses(step)):
+                sample_weight = _part(step)
+            return original(self, values, sample_weight=sample_weight)
+
+        return update_state
+
     patcher.patch(compat.module("keras.src.losses.loss"), "reduce_weighted_values", weigh)
+    patcher.patch(keras.metrics.Mean, "update_state", divide_step)
 
 
 def check_exact(model: Any) -> None:
@@ -69,6 +83,31 @@ def check_exact(model: Any) -> None:
         runtime.notice(f"results depend on the number of ranks: {text}")
 
 
+def _exchanges(step: scope.Step | None) -> TypeGuard[scope.Step]:
+    return step is not None and step.together and step.count is not None and scope.active()
+
+
+def _output_losses(step: scope.Step) -> list[Any]:
+    loss = getattr(step.model, "_compile_loss", None)
+    return [] if loss is None else list(loss.metrics)
+
+
+def _part(step: scope.Step) -> Any:
+    """Returns `n_r / sum(n_r)`, exchanged once a step."""
+    count = keras.ops.cast(step.count, "float32")
+    if step.total is None:
+        (step.total,) = _sum(step, keras.ops.reshape(count, (1,)))
+    return keras.ops.divide_no_nan(count, step.total[0])
+
+
+def _sum(step: scope.Step, numbers: Any) -> list[Any]:
+    """Returns the sum of a few numbers over all ranks."""
+    step.losses += 1
+    specs = [teams.TensorSpec("counts", tuple(numbers.shape), "float32")]
+    plan = teams.team_of(step.model).plan(f"{step.key}/loss{step.losses}", specs, op="sum", weighted=False)
+    return list(backends.current().reduce(plan, [keras.ops.stop_gradient(numbers)]))
+
+
 def _divisor(dtype: Any, sample_weight: Any, mask: Any, reduction: Any) -> Any:
     """Returns what Keras divided this rank's sum of losses by; 1.0 if by nothing, None if by the number of values."""
     if reduction == "sum":
@@ -87,15 +126,10 @@ def _divisor(dtype: Any, sample_weight: Any, mask: Any, reduction: Any) -> Any:
 
 def _share(step: scope.Step, divisor: Any) -> Any:
     """Returns `(d_r / sum(d_r)) (sum(n_r) / n_r)`; 1 on a rank without samples."""
-    team = teams.team_of(step.model)
     count = keras.ops.cast(step.count, "float32")
     divided = isinstance(divisor, float)  # then the sums stay sums
     has_samples = count > 0
     mine = keras.ops.where(has_samples, keras.ops.cast(divisor, "float32"), 0.0)
-    step.losses += 1
-    specs = [teams.TensorSpec("counts", (2,), "float32")]
-    plan = team.plan(f"{step.key}/loss{step.losses}", specs, op="sum", weighted=False)
-    exchanged = keras.ops.stop_gradient(keras.ops.stack([count, mine]))
-    (total,) = backends.current().reduce(plan, [exchanged])
+    (total,) = _sum(step, keras.ops.stack([count, mine]))
     of_divisor = 1.0 if divided else keras.ops.divide_no_nan(mine, total[1])
     return keras.ops.where(has_samples, of_divisor * keras.ops.divide_no_nan(total[0], count), 1.0)

@@ -25,13 +25,18 @@ class Step:
     Args:
         model: the model whose step it is.
         key: names the model's plans, the same on every rank.
+        together: whether all ranks run as many of these steps, so that they may exchange something in each.
         count: samples in this rank's batch, a number or a scalar tensor; None if the data has no batch axis.
+        losses: exchanges of losses so far.
+        total: samples of all ranks, once they were exchanged.
     """
 
     model: Any
     key: str
+    together: bool
     count: Any
     losses: int = 0
+    total: Any = None
 
 
 @dataclasses.dataclass

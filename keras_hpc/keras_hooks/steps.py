@@ -18,17 +18,18 @@ from keras_hpc.keras_hooks import scope
 StepFunction = Callable[..., Any]
 
 
-def wrap(model: Any, key: str, step: StepFunction, guard: bool) -> StepFunction:
+def wrap(model: Any, key: str, step: StepFunction, together: bool, guard: bool) -> StepFunction:
     """Returns `step` with its batch size known to the funnel.
 
     Args:
         model: the model that owns `step`.
         key: names the model's plans, the same on every rank.
         step: `train_step` or `test_step`, bound.
+        together: whether all ranks run as many steps.
         guard: whether batches may be empty. JAX knows the size of a batch when it traces, and needs no such hint.
     """
     make = _jax_step if keras.backend.backend() == "jax" else _guarded_step if guard else _plain_step
-    return functools.wraps(step)(make(model, key, step))
+    return functools.wraps(step)(make(step, functools.partial(scope.Step, model, key, together)))
 
 
 def batch_size(data: Any) -> Any:
@@ -41,19 +42,19 @@ def batch_size(data: Any) -> Any:
     return None
 
 
-def _plain_step(model: Any, key: str, step: StepFunction) -> StepFunction:
+def _plain_step(step: StepFunction, described: Callable[[Any], scope.Step]) -> StepFunction:
     def counted(data: Any) -> Any:
-        with scope.running_step(scope.Step(model, key, batch_size(data))):
+        with scope.running_step(described(batch_size(data))):
             return step(data)
 
     return counted
 
 
-def _jax_step(model: Any, key: str, step: StepFunction) -> StepFunction:
+def _jax_step(step: StepFunction, described: Callable[[Any], scope.Step]) -> StepFunction:
     def counted(state: Any, data: Any) -> Any:
         count = batch_size(data)
         empty = isinstance(count, int) and count == 0
-        with scope.running_step(scope.Step(model, key, count)):
+        with scope.running_step(described(count)):
             logs, new_state = step(state, keras.tree.map_structure(_one_zero_row, data) if empty else data)
         if not empty:
             return logs, new_state
@@ -65,7 +66,7 @@ def _jax_step(model: Any, key: str, step: StepFunction) -> StepFunction:
     return counted
 
 
-def _guarded_step(model: Any, key: str, step: StepFunction) -> StepFunction:
+def _guarded_step(step: StepFunction, described: Callable[[Any], scope.Step]) -> StepFunction:
     import tensorflow as tf
 
     def counted(data: Any) -> Any:
@@ -81,9 +82,10 @@ def _guarded_step(model: Any, key: str, step: StepFunction) -> StepFunction:
             rows.set_shape([None, *leaf.shape[1:]])
             return rows
 
+        model = described(count).model
         variables = [*model.non_trainable_variables, *model.metrics_variables]
         before = [tf.identity(variable.value) for variable in variables]
-        with scope.running_step(scope.Step(model, key, count)):
+        with scope.running_step(described(count)):
             logs = step(keras.tree.map_structure(filled, data))
 
         def restore() -> Any:

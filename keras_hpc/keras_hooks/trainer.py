@@ -17,8 +17,8 @@ from keras_hpc.keras_hooks import callbacks, compat, scope, state, steps
 
 Method = Callable[..., Any]
 
-# How the step functions that a model holds were made: {"train": (active, guard), "test": ...}.
-_modes: weakref.WeakKeyDictionary[Any, dict[str, tuple[bool, bool]]] = weakref.WeakKeyDictionary()
+# How the step functions that a model holds were made: {"train": (active, together, guard), "test": ...}.
+_modes: weakref.WeakKeyDictionary[Any, dict[str, tuple[bool, bool, bool]]] = weakref.WeakKeyDictionary()
 
 
 def install(job: Any, patcher: Any) -> None:
@@ -112,10 +112,11 @@ def _counting(kind: str, original: Method) -> Method:
     def make_function(self: Any, force: bool = False) -> Any:
         active = scope.active()
         adapter = scope.adapter()
-        mode = (active, active and bool(getattr(adapter, "may_be_empty", False)))
+        together = active and (kind == "train" or hasattr(adapter, "may_be_empty"))  # which data have that we share out
+        mode = (active, together, active and bool(getattr(adapter, "may_be_empty", False)))
         modes = _modes.setdefault(self, {})
         held = getattr(self, f"{kind}_function")
-        force = force or (held is not None and modes.get(kind, (False, False)) != mode)
+        force = force or (held is not None and modes.get(kind, (False, False, False)) != mode)
         modes[kind] = mode
         if not active:
             return original(self, force=force)
@@ -124,7 +125,7 @@ def _counting(kind: str, original: Method) -> Method:
         name = f"{kind}_step"
         own = vars(self).get(name)
         # In the instance, past Keras' tracking of attributes, for as long as Keras picks it up.
-        vars(self)[name] = steps.wrap(self, f"{key}/{kind}", getattr(self, name), guard=mode[1])
+        vars(self)[name] = steps.wrap(self, f"{key}/{kind}", getattr(self, name), *mode[1:])
         try:
             original(self, force=force)
         finally:

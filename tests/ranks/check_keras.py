@@ -200,7 +200,7 @@ def test_custom_jax_step_with_two_independent_optimizers():
         from keras_hpc.keras_hooks import steps
 
         if not whole:
-            step = steps.wrap(model, "two", step, guard=False)
+            step = steps.wrap(model, "two", step, together=True, guard=False)
         step = jax.jit(step)
         optimizers = [v.value for v in (*model.optimizer.variables, *model.other.variables)]
         state = [v.value for v in model.trainable_variables], [], optimizers, []
@@ -317,6 +317,27 @@ def test_ranks_without_samples(accumulate, running):
         options = {"shuffle": False, "verbose": 0, "validation_data": (x, y), "validation_batch_size": BATCH}
         history = model.fit(x, y, batch_size=BATCH, epochs=4, **options).history
         return history, model.evaluate(x, y, batch_size=BATCH, verbose=0)
+
+    assert_like_one_rank(make, train)
+
+
+@sharded()
+def test_losses_of_several_outputs(running):
+    x, y = data(samples=49)
+
+    def make():
+        keras.utils.set_random_seed(4)
+        inputs = keras.Input((6,))
+        outputs = [keras.layers.Dense(3, activation="softmax")(inputs), keras.layers.Dense(1)(inputs)]
+        model = keras.Model(inputs, outputs)
+        model.compile(optimizer=keras.optimizers.SGD(0.1), loss=["sparse_categorical_crossentropy", "mse"])
+        return model
+
+    def train(model, whole):
+        targets = [y, x[:, :1]]
+        options = {"shuffle": False, "verbose": 0, "validation_data": (x, targets), "validation_batch_size": 10}
+        history = model.fit(x, targets, batch_size=BATCH, epochs=2, **options).history
+        return history, model.evaluate(x, targets, batch_size=BATCH, verbose=0)
 
     assert_like_one_rank(make, train)
 

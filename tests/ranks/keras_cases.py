@@ -29,12 +29,13 @@ class Parts(keras.utils.PyDataset):
     def __init__(self, *arrays, batch=BATCH, whole=False):
         super().__init__()
         self.arrays, self.batch, self.whole = arrays, batch, whole
+        self._samples = len(keras.tree.flatten(arrays)[0])
 
     def __len__(self):
-        return -(-len(self.arrays[0]) // self.batch)
+        return -(-self._samples // self.batch)
 
     def __getitem__(self, index):
-        rows = np.arange(len(self.arrays[0]))[index * self.batch : (index + 1) * self.batch]
+        rows = np.arange(self._samples)[index * self.batch : (index + 1) * self.batch]
         if not self.whole:
             rows = np.array_split(rows, job().size)[job().rank]
         return tuple(keras.tree.map_structure(lambda array: array[rows], array) for array in self.arrays)
