@@ -35,6 +35,7 @@ def load() -> None:
     _ops = ops
 
 
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = None) -> list[tf.Tensor]:
     """Reduces the tensors of a plan over the ranks of its team.
 
@@ -53,7 +54,9 @@ def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = 
     """
     if active is not None:
         unchanged = list(map(tf.convert_to_tensor, tensors))
-        chosen: list[tf.Tensor] = tf.cond(active, lambda: reduce(plan, unchanged, weight), lambda: unchanged)
+        chosen: list[tf.Tensor] = tf.cond(
+            tf.convert_to_tensor(active, tf.bool), lambda: reduce(plan, unchanged, weight), lambda: unchanged
+        )
         return chosen
     weight = tf.constant(1.0, tf.float64) if weight is None else tf.cast(weight, tf.float64)
     # Nothing is started before everything is checked: a plan that is started in part can never be completed.
