@@ -10,6 +10,10 @@ from launch import Run, child_environment, launch
 RunRanks = Callable[..., Run]
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all-ranks", action="store_true", help="run every check on 1, 2, 3 and 4 ranks (an hour)")
+
+
 def _tail(text: str, limit: int = 12_000) -> str:
     return text if len(text) <= limit else f"[... {len(text) - limit} characters]\n{text[-limit:]}"
 

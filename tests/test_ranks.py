@@ -1,7 +1,7 @@
 """Runs every tests/ranks/check_*.py on several ranks and both backends.
 
-A check file may narrow what it is run with by module constants, `RANKS = (2, 3)`, `BACKENDS = ("jax",)`,
-`TIMEOUT = 300`, and may set `ENV = {"NAME": "value"}` for its ranks.
+A check file may say what it is run with by module constants, `RANKS = (2, 3)` or `RANKS = {"tensorflow": (1, 2), "jax": (3,)}`,
+`TIMEOUT = 300`, and may set `ENV = {"NAME": "value"}` for its ranks. `pytest --all-ranks` runs each on 1 to 4 ranks.
 """
 
 import ast
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 CHECKS = sorted((Path(__file__).parent / "ranks").glob("check_*.py"))
-# 4 ranks start 4 frameworks on what may be 2 cores: a check that learns something from them asks for it.
-DEFAULTS: dict[str, Any] = {"RANKS": (1, 2, 3), "BACKENDS": ("tensorflow", "jax"), "TIMEOUT": 240, "ENV": {}}
+# Every rank starts a framework, on what may be 2 cores: more ranks where they can find something more.
+DEFAULTS: dict[str, Any] = {"RANKS": {"tensorflow": (2, 3), "jax": (2,)}, "TIMEOUT": 300, "ENV": {}}
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -29,18 +29,22 @@ def _settings(path: Path) -> dict[str, Any]:
     return found
 
 
-def _cases() -> list[Any]:
-    return [
-        pytest.param(path, settings, n, backend, id=f"{path.stem.removeprefix('check_')}-{backend}-{n}")
-        for path in CHECKS
-        for settings in [_settings(path)]
-        for backend in settings["BACKENDS"]
-        for n in settings["RANKS"]
-    ]
+def pytest_generate_tests(metafunc):
+    cases = []
+    for path in CHECKS:
+        settings = _settings(path)
+        ranks = settings["RANKS"]
+        if not isinstance(ranks, dict):
+            ranks = dict.fromkeys(("tensorflow", "jax"), ranks)
+        for backend, counts in ranks.items():
+            for n in (1, 2, 3, 4) if metafunc.config.getoption("all_ranks") else counts:
+                cases.append(
+                    pytest.param(path, settings, n, backend, id=f"{path.stem.removeprefix('check_')}-{backend}-{n}")
+                )
+    metafunc.parametrize(("path", "settings", "n", "backend"), cases)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("path", "settings", "n", "backend"), _cases())
 def test_check(path, settings, n, backend, run_ranks, tmp_path):
     limit = settings["TIMEOUT"]
     args = [path.parent / "run_check.py", path, limit - 10, tmp_path]

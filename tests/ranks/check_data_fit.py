@@ -12,6 +12,8 @@ from keras_cases import BATCH, SAMPLES, assert_like_one_rank, data, dense, job, 
 
 import keras_hpc
 
+RANKS = {"tensorflow": (2, 3), "jax": (2,)}
+
 TIMEOUT = 400
 
 
@@ -174,8 +176,8 @@ def two_headed():
     )
 
 
-@pytest.mark.parametrize("samples", [37, 2, 1])
-@pytest.mark.parametrize("options", [{}, {"batch_size": 7}, {"steps": 2}, {"steps": 2, "batch_size": 1}], ids=str)
+@pytest.mark.parametrize("samples", [37, 1])
+@pytest.mark.parametrize("options", [{}, {"batch_size": 7}, {"steps": 2}], ids=str)
 def test_predict_returns_everything_everywhere(samples, options):
     if samples == 1 and "steps" in options:
         pytest.skip("Keras warns that data ran out")

@@ -2,8 +2,7 @@
 
 import os
 
-BACKENDS = ("tensorflow",)
-RANKS = (1, 3)
+RANKS = {"tensorflow": (1, 3)}
 
 
 def test_ranks_are_one_job():

@@ -7,7 +7,7 @@ import pytest
 
 import keras_hpc
 
-RANKS = (2,)
+RANKS = {"tensorflow": (2,), "jax": (2,)}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,8 +6,7 @@ import pytest
 
 import keras_hpc
 
-RANKS = (1, 2)
-BACKENDS = ("jax",)
+RANKS = {"jax": (1, 2)}
 
 
 def _model(units=2, dtype="float32"):

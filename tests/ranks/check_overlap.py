@@ -10,7 +10,7 @@ import pytest
 import keras_hpc
 from keras_hpc import _native
 
-RANKS = (2,)
+RANKS = {"tensorflow": (2,), "jax": (2,)}
 # With one thread, TensorFlow may compute all kernels' gradients after backward has gone through all layers.
 ENV = {"TF_NUM_INTEROP_THREADS": "2"}
 LAYERS, UNITS, BATCH, STEPS = 6, 512, 192, 12  # a kernel fills a bucket
