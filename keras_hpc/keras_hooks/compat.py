@@ -48,16 +48,18 @@ REQUIRED = {
     "keras.src.losses.loss:reduce_weighted_values": VERSIONS,
     "keras.src.losses.loss:apply_mask": VERSIONS,
     "keras.src.random.seed_generator:global_seed_generator": VERSIONS,
-    "keras.src.random.seed_generator:GLOBAL_SEED_GENERATOR": VERSIONS,
     "keras.src.backend.common.global_state:get_global_attribute": VERSIONS,
     "keras.src.backend.common.stateless_scope:in_stateless_scope": VERSIONS,
     "keras.src.utils.python_utils:is_default": VERSIONS,
 }
 
+# The key under which Keras keeps the generator of `keras.random` functions without a seed.
+GLOBAL_SEED_GENERATOR = "global_seed_generator"
+
 # Present in some versions only: `find` returns None where they are missing.
 OPTIONAL = {
-    "keras.src.optimizers.multi_optimizer:MultiOptimizer": "3.13 to 3.15",
-    "keras.src.callbacks.orbax_checkpoint:OrbaxCheckpoint": "3.13 to 3.15",
+    "keras.src.optimizers.multi_optimizer:MultiOptimizer": "not in 3.10, in 3.15",
+    "keras.src.callbacks.orbax_checkpoint:OrbaxCheckpoint": "not in 3.10, in 3.15",
 }
 
 # Attributes of instances, with the method that must mention them.

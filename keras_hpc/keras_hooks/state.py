@@ -29,14 +29,14 @@ def install(job: Any, patcher: Any) -> None:
     """Gives each rank a stream of random numbers of its own, and notices weights that are loaded."""
     seeds = compat.module("keras.src.random.seed_generator")
     stored = compat.get("keras.src.backend.common.global_state:get_global_attribute")
-    generator = stored(seeds.GLOBAL_SEED_GENERATOR)
+    generator = stored(compat.GLOBAL_SEED_GENERATOR)
     if generator is not None:
         fold_seed(generator, job.rank)
 
     def own_stream(original: Any) -> Any:
         @functools.wraps(original)
         def global_seed_generator() -> Any:
-            exists = stored(seeds.GLOBAL_SEED_GENERATOR) is not None
+            exists = stored(compat.GLOBAL_SEED_GENERATOR) is not None
             generator = original()
             if not exists:
                 fold_seed(generator, job.rank)

@@ -88,8 +88,9 @@ def test_train_on_batch_returns_local_and_evaluate_global():
     tested = model.test_on_batch(*mine, return_dict=True)
     with keras_hpc.local():
         alone = model.evaluate(*mine, verbose=0, return_dict=True)
-    assert local == pytest.approx(tested, rel=1e-5)
-    assert local == pytest.approx(alone, rel=1e-5)
+    for logs in (tested, alone):
+        assert logs.keys() == local.keys()
+        assert list(map(float, logs.values())) == pytest.approx(list(map(float, local.values())), rel=1e-5)
 
 
 # Custom train steps.
@@ -328,7 +329,10 @@ def test_losses_of_several_outputs(running):
     def make():
         keras.utils.set_random_seed(4)
         inputs = keras.Input((6,))
-        outputs = [keras.layers.Dense(3, activation="softmax")(inputs), keras.layers.Dense(1)(inputs)]
+        outputs = [
+            keras.layers.Dense(3, activation="softmax", name="kind")(inputs),
+            keras.layers.Dense(1, name="size")(inputs),
+        ]
         model = keras.Model(inputs, outputs)
         model.compile(optimizer=keras.optimizers.SGD(0.1), loss=["sparse_categorical_crossentropy", "mse"])
         return model
