@@ -138,7 +138,7 @@ def check_replicas(model: Any, team: int = 0) -> None:
     hashes = np.empty((1, len(variables), 16), dtype=np.uint8)
     for i, variable in enumerate(variables):
         content = np.ascontiguousarray(to_numpy(variable)).reshape(-1).view(np.uint8)
-        hashes[0, i] = np.frombuffer(hashlib.blake2b(content, digest_size=16).digest(), dtype=np.uint8)
+        hashes[0, i] = np.frombuffer(hashlib.blake2b(content.data, digest_size=16).digest(), dtype=np.uint8)
     everyone = members.allgather(hashes)
     for i, variable in enumerate(variables):
         values, inverse, counts = np.unique(everyone[:, i], axis=0, return_inverse=True, return_counts=True)

@@ -39,18 +39,22 @@ class World:
 
     @property
     def node(self) -> int:
+        """Number of this rank's node."""
         return self.node_of_rank[self.rank]
 
     @property
     def node_count(self) -> int:
+        """Number of nodes."""
         return max(self.node_of_rank) + 1
 
     @property
     def local_rank(self) -> int:
+        """This rank's number on its node."""
         return self.node_of_rank[: self.rank].count(self.node)
 
     @property
     def local_size(self) -> int:
+        """Number of ranks on this node."""
         return self.node_of_rank.count(self.node)
 
     def transport(self) -> _native.Transport:

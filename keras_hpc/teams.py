@@ -206,5 +206,7 @@ def team_of(model_or_optimizer: Any) -> Team:
 def _bytes(array: np.ndarray) -> np.ndarray:
     """The array's memory as bytes, not a copy."""
     if not array.flags.c_contiguous:
-        raise TypeError("Expected a C-contiguous array. Received: an array with strides; np.ascontiguousarray copies it")
+        raise TypeError(
+            "Expected a C-contiguous array. Received: an array with strides; np.ascontiguousarray copies it"
+        )
     return array.reshape(-1).view(np.uint8)

@@ -139,7 +139,8 @@ def test_any_plan(data):
     size = data.draw(st.integers(1, 6), "ranks")
     nodes = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size), "nodes")
     counts = data.draw(st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 1000, 70_000, 262_145]), min_size=1, max_size=6))
-    dtypes = data.draw(st.lists(st.sampled_from(["float32", "float64", "bfloat16"]), min_size=len(counts), max_size=len(counts)))
+    n = len(counts)
+    dtypes = data.draw(st.lists(st.sampled_from(["float32", "float64", "bfloat16"]), min_size=n, max_size=n))
     threads = data.draw(st.integers(0, 2), "threads")
     weights = data.draw(st.lists(st.sampled_from([0.0, 1.0, 5.0, 24.0]), min_size=size, max_size=size), "weights")
     orders = [data.draw(st.permutations(range(len(counts)))) for _ in nodes]
@@ -190,7 +191,7 @@ def test_values_of_a_rank_without_samples_are_not_read(nodes):
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 1], [0, 1, 2]])
 def test_nan_reaches_all_ranks_bit_for_bit(nodes, op):
     def work(team, rank):
-        x = np.array([np.nan, 1.0, -0.0, 0.0], np.float32) if rank == 0 else np.array([1.0, np.nan, 0.0, -0.0], np.float32)
+        x = np.array([np.nan, 1.0, -0.0, 0.0] if rank == 0 else [1.0, np.nan, 0.0, -0.0], np.float32)
         team.allreduce(as_bytes(x), "float32", op)
         return x
 

@@ -1,6 +1,6 @@
 """Runs every tests/ranks/check_*.py on several ranks and both backends.
 
-A check file may say what it is run with by module constants, `RANKS = (2, 3)` or `RANKS = {"tensorflow": (1, 2), "jax": (3,)}`,
+A check file may say by module constants what it is run with, `RANKS = {"tensorflow": (1, 2), "jax": (3,)}`,
 `TIMEOUT = 300`, and may set `ENV = {"NAME": "value"}` for its ranks. `pytest --all-ranks` runs each on 1 to 4 ranks.
 """
 
@@ -33,10 +33,7 @@ def pytest_generate_tests(metafunc):
     cases = []
     for path in CHECKS:
         settings = _settings(path)
-        ranks = settings["RANKS"]
-        if not isinstance(ranks, dict):
-            ranks = dict.fromkeys(("tensorflow", "jax"), ranks)
-        for backend, counts in ranks.items():
+        for backend, counts in settings["RANKS"].items():
             for n in (1, 2, 3, 4) if metafunc.config.getoption("all_ranks") else counts:
                 cases.append(
                     pytest.param(path, settings, n, backend, id=f"{path.stem.removeprefix('check_')}-{backend}-{n}")

@@ -48,11 +48,21 @@ KHPC_INLINE float widen(Float16 value) {
   const float special = bit_cast<float>(0x7f800000u | (magnitude << 13));  // infinity and NaN
   return bit_cast<float>(bit_cast<uint32_t>(magnitude >= 0x7c00u ? special : finite) | sign);
 }
-KHPC_INLINE float widen(BFloat16 value) { return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
-KHPC_INLINE float widen(float value) { return value; }
-KHPC_INLINE double widen(double value) { return value; }
-KHPC_INLINE int32_t widen(int32_t value) { return value; }
-KHPC_INLINE int64_t widen(int64_t value) { return value; }
+KHPC_INLINE float widen(BFloat16 value) {
+  return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
+}
+KHPC_INLINE float widen(float value) {
+  return value;
+}
+KHPC_INLINE double widen(double value) {
+  return value;
+}
+KHPC_INLINE int32_t widen(int32_t value) {
+  return value;
+}
+KHPC_INLINE int64_t widen(int64_t value) {
+  return value;
+}
 
 // Round to nearest, ties to even.
 KHPC_INLINE void narrow(float value, Float16& to) {
@@ -135,12 +145,18 @@ KHPC_INLINE void dispatch(DType dtype, Op op, F&& f) {
       f(element, std::integral_constant<Op, Op::sum>{});
   };
   switch (dtype) {
-    case DType::float16: return with_op(Float16{});
-    case DType::bfloat16: return with_op(BFloat16{});
-    case DType::float32: return with_op(float{});
-    case DType::float64: return with_op(double{});
-    case DType::int32: return with_op(int32_t{});
-    case DType::int64: return with_op(int64_t{});
+    case DType::float16:
+      return with_op(Float16{});
+    case DType::bfloat16:
+      return with_op(BFloat16{});
+    case DType::float32:
+      return with_op(float{});
+    case DType::float64:
+      return with_op(double{});
+    case DType::int32:
+      return with_op(int32_t{});
+    case DType::int64:
+      return with_op(int64_t{});
   }
 }
 
@@ -163,10 +179,18 @@ size_t size_of(DType dtype) {
   constexpr size_t sizes[] = {2, 2, 4, 8, 4, 8};
   return sizes[static_cast<size_t>(dtype)];
 }
-DType parse_dtype(const std::string& name) { return parse<DType>(kDTypes, name, "dtype"); }
-Op parse_op(const std::string& name) { return parse<Op>(kOps, name, "op"); }
-const char* name_of(DType dtype) { return kDTypes[static_cast<size_t>(dtype)]; }
-const char* name_of(Op op) { return kOps[static_cast<size_t>(op)]; }
+DType parse_dtype(const std::string& name) {
+  return parse<DType>(kDTypes, name, "dtype");
+}
+Op parse_op(const std::string& name) {
+  return parse<Op>(kOps, name, "op");
+}
+const char* name_of(DType dtype) {
+  return kDTypes[static_cast<size_t>(dtype)];
+}
+const char* name_of(Op op) {
+  return kOps[static_cast<size_t>(op)];
+}
 
 KHPC_CLONES void reduce(DType dtype, Op op, const Source* sources, size_t n_sources, bool weighted, double scale,
                         void* out, void* copy, size_t count) {

@@ -64,6 +64,8 @@ class Ring final : public Allreduce {
 
 }  // namespace
 
-std::unique_ptr<Allreduce> ring(const AllreduceArgs& args) { return std::make_unique<Ring>(args); }
+std::unique_ptr<Allreduce> ring(const AllreduceArgs& args) {
+  return std::make_unique<Ring>(args);
+}
 
 }  // namespace keras_hpc

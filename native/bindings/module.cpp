@@ -35,8 +35,8 @@ using ConstBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::dev
 class PyTeam {
  public:
   PyTeam(std::unique_ptr<Transport> transport, int number, int threads, double timeout_seconds, double stall_seconds)
-      : team_(std::make_unique<Team>(std::move(transport), number,
-                                     TeamOptions{threads, timeout_seconds, stall_seconds})),
+      : team_(
+            std::make_unique<Team>(std::move(transport), number, TeamOptions{threads, timeout_seconds, stall_seconds})),
         id_(registry::add(team_.get())) {}
   ~PyTeam() { close(); }
 
@@ -130,17 +130,17 @@ NB_MODULE(_native, m) {
       "mpi_transport",
       [](const std::string& module_path, int handle_size, intptr_t comm, intptr_t byte, intptr_t errors_return,
          intptr_t status_ignore, const std::vector<int>& node_of_rank) {
-        return make_mpi_transport(
-            mpi::connect(module_path, handle_size, comm, {byte, errors_return, status_ignore}),
-            node_of_rank);
+        return make_mpi_transport(mpi::connect(module_path, handle_size, comm, {byte, errors_return, status_ignore}),
+                                  node_of_rank);
       },
-      "module_path"_a, "handle_size"_a, "comm"_a, "byte"_a, "errors_return"_a, "status_ignore"_a,
-      "node_of_rank"_a, "Collective: a transport over the MPI library that mpi4py has loaded.");
+      "module_path"_a, "handle_size"_a, "comm"_a, "byte"_a, "errors_return"_a, "status_ignore"_a, "node_of_rank"_a,
+      "Collective: a transport over the MPI library that mpi4py has loaded.");
   m.def(
       "in_process_transports",
       [](const std::vector<int>& node_of_rank) {
         nb::list transports;
-        for (auto& transport : make_in_process_transports(node_of_rank)) transports.append(nb::cast(std::move(transport)));
+        for (auto& transport : make_in_process_transports(node_of_rank))
+          transports.append(nb::cast(std::move(transport)));
         return transports;
       },
       "node_of_rank"_a, "One transport per rank; ranks are threads of this process.");

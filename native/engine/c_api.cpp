@@ -102,4 +102,6 @@ int khpc_team_size(int team) {
   return guarded([&] { return registry::team(team).topology().size; }, -1);
 }
 
-const char* khpc_last_error(void) { return last_error.c_str(); }
+const char* khpc_last_error(void) {
+  return last_error.c_str();
+}

@@ -7,7 +7,9 @@ namespace keras_hpc {
 namespace {
 
 constexpr size_t kAlign = 64;  // a cache line
-size_t align(size_t nbytes) { return (nbytes + kAlign - 1) / kAlign * kAlign; }
+size_t align(size_t nbytes) {
+  return (nbytes + kAlign - 1) / kAlign * kAlign;
+}
 
 }  // namespace
 

@@ -10,9 +10,13 @@
 namespace keras_hpc {
 namespace {
 
-size_t at(int i) { return static_cast<size_t>(i); }
+size_t at(int i) {
+  return static_cast<size_t>(i);
+}
 constexpr size_t kPage = 4096;
-size_t pages(size_t nbytes) { return (nbytes + kPage - 1) / kPage * kPage; }
+size_t pages(size_t nbytes) {
+  return (nbytes + kPage - 1) / kPage * kPage;
+}
 
 // Reductions across nodes that one lane keeps on the way for one plan.
 constexpr int kInFlight = 4;
@@ -150,8 +154,8 @@ void Plan::bucket_is_packed(int b) {
     const size_t before = front;
     while (front < buckets.size() && is_packed_[at(buckets[front])]) ++front;
     if (front == before) return;
-    packed_[at(lane * topology_.local_size() + topology_.local_rank)].value.store(
-        (step_ - 1) * buckets.size() + front, std::memory_order_seq_cst);
+    packed_[at(lane * topology_.local_size() + topology_.local_rank)].value.store((step_ - 1) * buckets.size() + front,
+                                                                                  std::memory_order_seq_cst);
   }
   team_.ring_node();
 }
@@ -208,7 +212,9 @@ std::byte* Plan::slot(int owner, int contributor) const {
   return slots_ + at(index) * pages(layout_.nbytes());
 }
 
-int Plan::network_tag(int place) const { return (number_ % kTagBlocks) * kTagsPerPlan + place; }
+int Plan::network_tag(int place) const {
+  return (number_ % kTagBlocks) * kTagsPerPlan + place;
+}
 
 bool Plan::advance(int lane_number, Channel& channel) {
   if (topology_.size == 1 || topology_.local_rank >= topology_.owners) return false;
@@ -232,11 +238,11 @@ bool Plan::advance(int lane_number, Channel& channel) {
       const Range slice = Layout::slice(bucket, topology_.local_rank, topology_.owners);
       std::unique_ptr<Allreduce> operation;
       if (!slice.empty())
-        operation = make_allreduce({channel, topology_.peers_of_slice(topology_.local_rank), topology_.node,
-                                    slot(topology_.local_rank, (topology_.local_rank + 1) % topology_.local_size()) +
-                                        slice.begin,
-                                    slice.size() / size_of(bucket.dtype), bucket.dtype, op_,
-                                    network_tag(static_cast<int>(lane.next % kInFlight))});
+        operation = make_allreduce(
+            {channel, topology_.peers_of_slice(topology_.local_rank), topology_.node,
+             slot(topology_.local_rank, (topology_.local_rank + 1) % topology_.local_size()) + slice.begin,
+             slice.size() / size_of(bucket.dtype), bucket.dtype, op_,
+             network_tag(static_cast<int>(lane.next % kInFlight))});
       lane.operations.push_back({b, std::move(operation), Clock::now()});
       lane.in_flight.store(static_cast<int>(lane.operations.size()), std::memory_order_relaxed);
     }
@@ -294,9 +300,9 @@ void Plan::use_weights(LaneState& lane) const {
     for (size_t r = 0; r < size; ++r) {
       const auto theirs = static_cast<int64_t>(lane.headers[size + r]);
       if (theirs != signature_)
-        throw PlanMismatch("Ranks disagree on what to reduce: rank " + std::to_string(topology_.rank) + " asks for the " +
-                           describe_signature(signature_) + ", rank " + std::to_string(r) + " for the " +
-                           describe_signature(theirs) + ".");
+        throw PlanMismatch("Ranks disagree on what to reduce: rank " + std::to_string(topology_.rank) +
+                           " asks for the " + describe_signature(signature_) + ", rank " + std::to_string(r) +
+                           " for the " + describe_signature(theirs) + ".");
     }
   lane.weighted = false;
   lane.scale = op_ == Op::mean ? 1.0 / static_cast<double>(size) : 1.0;
@@ -349,7 +355,7 @@ void Plan::copy_result(const Bucket& bucket, const Range& slice) {
 void Plan::publish(int lane_number) {
   LaneState& lane = lanes_[at(lane_number)];
   reduced_[at(lane_number * topology_.local_size() + topology_.local_rank)].value.store(++lane.published,
-                                                                                       std::memory_order_seq_cst);
+                                                                                        std::memory_order_seq_cst);
   team_.ring_node();
 }
 

@@ -9,9 +9,9 @@
 //            allreduce between the owners of the slice comes in between; then it raises its counter `reduced`.
 //   wait     rank r copies the slices that others reduced from the segment into its tensor; after the last tensor it
 //            raises `consumed`, and the memory is free for the next execution.
-// Each rank moves (L-1)/L of its bytes in and out, L ranks per node, and the segment takes (L-1)/L of the bytes per rank
-// (all of them where L = 1): never more than one extra copy of the tensors.
-// All counters only grow, so nothing is ever reset, and no bucket needs more than two synchronisations.
+// Each rank moves (L-1)/L of its bytes in and out, L ranks per node, and the segment takes (L-1)/L of the bytes per
+// rank (all of them where L = 1): never more than one extra copy of the tensors. All counters only grow, so nothing is
+// ever reset, and no bucket needs more than two synchronisations.
 #pragma once
 #include <atomic>
 #include <deque>

@@ -15,7 +15,9 @@
 namespace keras_hpc {
 namespace {
 
-size_t at(int i) { return static_cast<size_t>(i); }
+size_t at(int i) {
+  return static_cast<size_t>(i);
+}
 
 // Bytes of one part of a blocking allreduce: one bucket.
 constexpr int64_t kStagingBytes = 1 << 20;

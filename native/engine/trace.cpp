@@ -10,7 +10,9 @@ namespace {
 std::mutex mutex;
 std::vector<Event> events;
 
-double seconds(Clock::time_point time) { return std::chrono::duration<double>(time.time_since_epoch()).count(); }
+double seconds(Clock::time_point time) {
+  return std::chrono::duration<double>(time.time_since_epoch()).count();
+}
 
 }  // namespace
 

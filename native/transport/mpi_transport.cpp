@@ -74,8 +74,8 @@ class MpiChannel final : public Channel {
   void broadcast_parts(std::deque<RequestPtr>& parts, void* data, size_t nbytes, int root) {
     constexpr size_t part = size_t{1} << 28;
     for (size_t begin = 0; begin < nbytes; begin += part)
-      parts.push_back(comm_->broadcast(static_cast<std::byte*>(data) + begin,
-                                       checked_count(std::min(part, nbytes - begin)), root));
+      parts.push_back(
+          comm_->broadcast(static_cast<std::byte*>(data) + begin, checked_count(std::min(part, nbytes - begin)), root));
   }
 
   std::unique_ptr<mpi::Communicator> comm_;

@@ -37,6 +37,8 @@ void* map_shared_file(int descriptor, size_t nbytes) {
   return data;
 }
 
-void unmap_shared_file(void* data, size_t nbytes) { munmap(data, nbytes); }
+void unmap_shared_file(void* data, size_t nbytes) {
+  munmap(data, nbytes);
+}
 
 }  // namespace keras_hpc

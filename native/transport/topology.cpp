@@ -15,7 +15,8 @@ Topology Topology::make(int rank, const std::vector<int>& node_of_rank) {
   t.size = static_cast<int>(node_of_rank.size());
   std::map<int, int> number;  // a node's name to its number: nodes count in order of their first rank
   for (int r = 0; r < t.size; ++r) {
-    const int node = number.emplace(node_of_rank[static_cast<size_t>(r)], static_cast<int>(number.size())).first->second;
+    const int node =
+        number.emplace(node_of_rank[static_cast<size_t>(r)], static_cast<int>(number.size())).first->second;
     if (node == static_cast<int>(t.ranks_of_node.size())) t.ranks_of_node.emplace_back();
     auto& ranks = t.ranks_of_node[static_cast<size_t>(node)];
     if (r == rank) {

@@ -24,7 +24,8 @@ void finish(RequestPtr request, double timeout_seconds, const char* what, const 
       static_cast<void>(request.release());  // MPI still refers to it, and the job is ending
       const std::string in = std::string(" for the other ranks in ") + what;
       if (is_abandoned)
-        throw Error("Waited" + in + ", but one has already left the job (it called finalize or reached the end of its " +
+        throw Error("Waited" + in +
+                    ", but one has already left the job (it called finalize or reached the end of its " +
                     "script). Do all ranks make the same calls?");
       throw Timeout("Waited " + std::to_string(static_cast<int>(timeout_seconds)) + " s" + in +
                     ": not every rank arrived.");

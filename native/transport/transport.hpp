@@ -52,8 +52,8 @@ class Transport {
   Topology topology_;
 };
 
-// Waits for the request, sleeping between tests. `what` names the operation. Throws Timeout after `timeout_seconds`, and
-// much sooner once `abandoned`, if given, says that a rank will never come.
+// Waits for the request, sleeping between tests. `what` names the operation. Throws Timeout after `timeout_seconds`,
+// and much sooner once `abandoned`, if given, says that a rank will never come.
 void finish(RequestPtr request, double timeout_seconds, const char* what,
             const std::function<bool()>& abandoned = nullptr);
 

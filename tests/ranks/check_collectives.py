@@ -94,7 +94,9 @@ def test_average():
 
 @pytest.mark.skipif(size == 1, reason="one rank cannot differ")
 def test_check_replicas_names_variable_and_rank():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="first"), keras.layers.Dense(2, name="odd")])
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(3, name="first"), keras.layers.Dense(2, name="odd")]
+    )
     keras_hpc.broadcast(model)
     keras_hpc.check_replicas(model)
     if rank == size - 1:

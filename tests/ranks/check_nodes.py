@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same across nodes: MPICH is told that its ranks live on two, so slices go over MPI. Three ranks make them uneven."""
+"""Across nodes, also uneven ones: MPICH is told that its ranks live on two nodes, so slices go over MPI."""
 
 import keras
 import numpy as np
