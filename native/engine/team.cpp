@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <exception>
 #include <functional>
 #include <map>
 #include <numeric>
@@ -175,7 +176,8 @@ void Team::serve(int lane) {
 
 bool Team::complete_async() {
   std::vector<AsyncWait> finished;
-  {
+  std::exception_ptr failure;  // of one execution; those that are finished are completed first
+  try {
     const std::lock_guard lock(async_mutex_);
     for (size_t i = 0; i < async_.size();) {
       const AsyncWait& wait = async_[i];
@@ -192,6 +194,8 @@ bool Team::complete_async() {
         ++i;
       }
     }
+  } catch (const Error&) {
+    failure = std::current_exception();
   }
   // Without the lock: the framework may go on with its step, and start the next plan, inside `done`.
   for (const AsyncWait& wait : finished) {
@@ -200,6 +204,7 @@ bool Team::complete_async() {
     if (trace::enabled) trace::record(wait.plan->name(), "wait", number(), wait.begin);
     wait.done(wait.arg, nullptr);
   }
+  if (failure) std::rethrow_exception(failure);
   return !finished.empty();
 }
 
