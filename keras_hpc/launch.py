@@ -126,7 +126,15 @@ def threads_per_team(world: World, asked: int | Literal["auto"], *, needs_thread
     """Collective: the number of communication threads, the same on all ranks.
 
     Where ranks fill the cores of a single node, a thread hides nothing and only takes time from the step.
+
+    Raises:
+        ValueError: no thread asked for, but the backend needs one.
     """
+    if asked == 0 and needs_thread and world.size > 1:
+        raise ValueError(
+            "With this Keras backend a communication thread completes the reductions. Expected 'auto' or at least 1. "
+            "Received: threads_per_team=0"
+        )
     if asked != "auto":
         return asked
     if world.size == 1:

@@ -18,7 +18,7 @@ LAYERS, UNITS, BATCH, STEPS = 6, 512, 192, 12  # a kernel fills a bucket
 is_jax = keras.backend.backend() == "jax"
 
 
-@pytest.fixture(params=[0, 1], ids=["no_thread", "thread"])
+@pytest.fixture(params=[1] if is_jax else [0, 1], ids=lambda threads: f"{threads} threads")
 def job(request):
     keras_hpc.init(threads_per_team=request.param)
     yield
