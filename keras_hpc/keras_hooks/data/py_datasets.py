@@ -67,7 +67,8 @@ class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc]
         self.shuffle = shuffle and batches is not None
         self.seed = 0
         self._epoch = 0
-        self.may_be_empty = place.batch == "global" or (batches is not None and batches % place.size > 0)
+        dealt_evenly = batches is None or batches % place.size == 0
+        self.may_be_empty = place.size > 1 and (place.batch == "global" or not dealt_evenly)
         self.fingerprint = ["PyDataset", batches, str(shuffle), type(source).__name__]
 
     @property

@@ -29,7 +29,8 @@ class ShardedDataLoader(TorchDataLoaderAdapter):  # type: ignore[misc]
         self._num_batches = None if batches is None else place.steps(batches)
         self.place = place
         self._batches = batches
-        self.may_be_empty = place.batch == "global" or batches is None or batches % place.size > 0
+        dealt_evenly = batches is not None and batches % place.size == 0
+        self.may_be_empty = place.size > 1 and (place.batch == "global" or not dealt_evenly)
         self.fingerprint = ["DataLoader", batches, loader.batch_size, type(loader.sampler).__name__]
 
     @property
