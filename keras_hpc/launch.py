@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from keras_hpc import _native
+from keras_hpc import _native, leftovers
 from keras_hpc.errors import LaunchError
 
 # Launchers tell each process the number of ranks that they started.
@@ -118,14 +118,34 @@ def connect(comm: Any) -> World:
     shared.Free()
     leaders = np.empty(comm.size, dtype=np.int32)
     comm.Allgather(leader, leaders)
+    if comm.rank == leader[0]:  # all ranks of the node are through MPI_Init
+        leftovers.unlink_shared_memory()
     numbers = {int(rank): number for number, rank in enumerate(dict.fromkeys(leaders.tolist()))}
     return World(comm, comm.rank, comm.size, [numbers[int(rank)] for rank in leaders])
 
 
-def threads_per_team(world: World, asked: int | Literal["auto"], *, needs_thread: bool) -> int:
-    """Collective: the number of communication threads, the same on all ranks.
+def cores_of_node(world: World) -> int:
+    """Collective: the number of cores that the ranks of this node may use together."""
+    cores = np.zeros(1024, dtype=np.uint8)
+    cores[[core for core in os.sched_getaffinity(0) if core < cores.size]] = 1
+    if world.comm is None:
+        return int(cores.sum())
+    everyone = np.empty((world.size, cores.size), dtype=np.uint8)
+    world.comm.Allgather(cores, everyone)
+    mine = [rank for rank in range(world.size) if world.node_of_rank[rank] == world.node]
+    return int(np.count_nonzero(everyone[mine].any(axis=0)))
+
+
+def threads_per_team(world: World, asked: int | Literal["auto"], cores: int, *, needs_thread: bool) -> int:
+    """The number of communication threads, the same on all ranks.
 
     Where ranks fill the cores of a single node, a thread hides nothing and only takes time from the step.
+
+    Args:
+        world: the ranks.
+        asked: the user's choice.
+        cores: of this node.
+        needs_thread: whether the backend cannot do without.
 
     Raises:
         ValueError: no thread asked for, but the backend needs one.
@@ -139,13 +159,7 @@ def threads_per_team(world: World, asked: int | Literal["auto"], *, needs_thread
         return asked
     if world.size == 1:
         return 0
-    if needs_thread or world.node_count > 1:
-        return 1
-    cores = np.zeros(1024, dtype=np.uint8)
-    cores[[core for core in os.sched_getaffinity(0) if core < cores.size]] = 1
-    everyone = np.empty((world.size, cores.size), dtype=np.uint8)
-    world.comm.Allgather(cores, everyone)
-    return int(np.count_nonzero(everyone.any(axis=0)) > world.size)
+    return int(needs_thread or world.node_count > 1 or cores > world.size)
 
 
 def library_name(world: World | None) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from keras_hpc import launch, shutdown, tracing
 from keras_hpc.errors import NotInitializedError
 from keras_hpc.teams import Team, make_team
+from keras_hpc.threads import share_cores
 
 _log = logging.getLogger("keras_hpc")
 _local = threading.local()
@@ -66,7 +67,8 @@ def init(
 ) -> None:
     """Makes this Keras script one rank of a data-parallel job. Collective.
 
-    Call it once, before `model.compile` and `model.fit`, which stay as they are.
+    Call it once, before `model.compile` and `model.fit`, which stay as they are, and before anything is computed: it
+    also gives each rank of a node its share of the cores, unless you have set the numbers of threads.
 
     Args:
         comm: an mpi4py communicator whose ranks train together. None: `MPI.COMM_WORLD`.
@@ -93,8 +95,13 @@ def init(
     from keras_hpc import backends, keras_hooks
 
     backend = backends.current()
-    backend.load()
     world = launch.connect(comm)
+    cores = launch.cores_of_node(world)
+    threads = launch.threads_per_team(world, threads_per_team, cores, needs_thread=backend.NEEDS_THREAD)
+    shares = ""
+    if world.size > 1:
+        shares = share_cores(cores, world.local_size, threads * teams, backend.limit_threads)
+    backend.load()
     job = Job(
         comm=world.comm,
         rank=world.rank,
@@ -109,7 +116,6 @@ def init(
         batch=batch,
         timeout_seconds=timeout_seconds,
     )
-    threads = launch.threads_per_team(world, threads_per_team, needs_thread=backend.NEEDS_THREAD)
     for index in range(teams):
         job.teams.append(make_team(world, index, threads, timeout_seconds, stall_seconds))
     job.teams[0].agree(
@@ -122,7 +128,8 @@ def init(
         tracing.enable(trace)
     _job = job
     if job.size > 1:
-        notice(f"{job.size} ranks on {job.node_count} node{'s' * (job.node_count > 1)}, {launch.library_name(world)}")
+        nodes = f"{job.node_count} node{'s' * (job.node_count > 1)}"
+        notice(f"{job.size} ranks on {nodes}, {launch.library_name(world)}; {shares}")
 
 
 def finalize() -> None:

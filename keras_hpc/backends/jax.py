@@ -3,12 +3,14 @@
 
 import ctypes
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import xla_bridge  # the only way to ask whether JAX has started
 
 from keras_hpc.backends import library_path
 
@@ -41,6 +43,20 @@ def load() -> None:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
         except jax.errors.JaxRuntimeError as error:
             raise ImportError(f"{path} does not fit jax {jax.__version__}: {error}") from error
+
+
+def limit_threads(count: int) -> tuple[list[str], list[str]]:
+    """Limits the threads that XLA computes with, where the user has not set them. Before JAX starts its backends.
+
+    Returns:
+        What was set, and what could not be.
+    """
+    if "NPROC" in os.environ:
+        return [], []
+    if xla_bridge.backends_are_initialized():
+        return [], ["XLA's threads"]
+    os.environ["NPROC"] = str(count)  # XLA's name for the size of its pool
+    return [f"{count} XLA threads"], []
 
 
 def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = None) -> list[jax.Array]:

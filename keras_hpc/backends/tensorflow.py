@@ -2,6 +2,7 @@
 """TensorFlow: two stateful operations per tensor, started as early and awaited as late as possible."""
 
 import ctypes
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,30 @@ def load() -> None:
     if message := load_error().decode():
         raise ImportError(f"{path} does not fit TensorFlow {tf.__version__}: {message}")
     _ops = ops
+
+
+def limit_threads(count: int) -> tuple[list[str], list[str]]:
+    """Limits the threads that TensorFlow computes with, where the user has not set them. Before it starts them.
+
+    Returns:
+        What was set, and what could not be.
+    """
+    threading = tf.config.threading
+    wanted = [
+        ("TF_NUM_INTRAOP_THREADS", "intra-op threads", "intra_op_parallelism_threads", count),
+        # One thread may wait for other ranks, and with less than two, weight gradients may all come last.
+        ("TF_NUM_INTEROP_THREADS", "inter-op threads", "inter_op_parallelism_threads", max(2, count)),
+    ]
+    done, failed = [], []
+    for variable, name, setting, threads in wanted:
+        if variable in os.environ or getattr(threading, f"get_{setting}")() > 0:
+            continue
+        try:
+            getattr(threading, f"set_{setting}")(threads)
+            done.append(f"{threads} {name}")
+        except RuntimeError:  # TensorFlow has started them
+            failed.append(name)
+    return done, failed
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

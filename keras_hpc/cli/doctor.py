@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import keras_hpc
-from keras_hpc import _native, backends, launch, runtime
+from keras_hpc import _native, launch, runtime, threads
 from keras_hpc.teams import TensorSpec
 
 
@@ -119,7 +119,8 @@ def _communication(job: runtime.Job, parameters: int) -> dict[str, str]:
         names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
         level = next((name for name in names if getattr(MPI, f"THREAD_{name}") == MPI.Query_thread()), "unknown")
         rows["thread level"] = f"MPI_THREAD_{level}"
-    rows["threads per team"] = str(team.native.threads)
+    rows["communication"] = f"{team.native.threads} threads per team and rank"
+    rows["compute threads"] = ", ".join(f"{k}={v}" for k, v in threads.settings().items()) or "as the backend chooses"
     x = np.full(1 << 20, job.rank + 1, np.float32)
     team.allreduce(x, "sum")
     expected = job.size * (job.size + 1) / 2
@@ -148,10 +149,4 @@ def _hints(job: runtime.Job, everyone: list[dict[str, Any]]) -> list[str]:
     local = job.node_of_rank.count(0)
     if local > len(cores):
         hints.append(f"{local} ranks share {len(cores)} cores on node 0: they will wait for each other")
-    if local > 1 and backends.current().__name__.endswith("tensorflow") and "TF_NUM_INTRAOP_THREADS" not in os.environ:
-        threads = max(1, len(cores) // local)
-        hints.append(
-            f"{local} ranks on node 0, and each would use all its cores: set TF_NUM_INTRAOP_THREADS={threads} "
-            f"and OMP_NUM_THREADS={threads}, or pin ranks to cores"
-        )
     return hints
