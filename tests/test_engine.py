@@ -367,3 +367,13 @@ def test_a_collective_that_a_rank_never_joins_is_an_error_soon():
                 team.barrier()
 
     run([0, 0], work, timeout=30)
+
+
+def test_the_kind_of_an_error_survives_the_communication_thread():
+    def work(team, rank):
+        x = np.zeros(3 + rank, np.float32)
+        with pytest.raises(_native.PlanMismatchError, match="Ranks disagree"):
+            team.allreduce(as_bytes(x), "float32", "sum")
+
+    for threads in (0, 1):
+        run([0, 0], work, threads)

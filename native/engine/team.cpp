@@ -101,7 +101,7 @@ void Team::wait(Plan& plan, int tensor) {
   const double first = std::min(options_.stall_seconds, options_.timeout_seconds);
   if (!wait_for(context_.my_bell(), first, ready, polling)) {
     const double rest = options_.timeout_seconds - first;
-    if (rest > 0) std::fprintf(stderr, "keras_hpc: waiting: %s\n", late(plan, tensor, first).c_str());
+    if (rest > 0) report_stall(plan, tensor);
     if (rest <= 0 || !wait_for(context_.my_bell(), rest, ready, polling))
       throw Timeout(late(plan, tensor, options_.timeout_seconds));
   }
@@ -126,6 +126,10 @@ std::string Team::late(const Plan& plan, int tensor, double seconds) const {
   return plan.describe(tensor) + ": after " + std::to_string(static_cast<int>(seconds)) + " s not every rank has " +
          "started it. Missing, as far as this rank sees: rank " + join(plan.missing_ranks(tensor)) +
          ". Do all ranks run the same number of steps?";
+}
+
+void Team::report_stall(const Plan& plan, int tensor) const {
+  std::fprintf(stderr, "keras_hpc: waiting: %s\n", late(plan, tensor, options_.stall_seconds).c_str());
 }
 
 // ---- progress
@@ -170,7 +174,7 @@ void Team::serve(int lane) {
   try {
     while (!stopping_) wait_for(context_.my_bell(), 3600, ready, [&] { return network_is_busy(lane); });
   } catch (const std::exception& e) {
-    fail(e.what());
+    fail(std::current_exception(), e.what());
   }
 }
 
@@ -180,7 +184,7 @@ bool Team::complete_async() {
   try {
     const std::lock_guard lock(async_mutex_);
     for (size_t i = 0; i < async_.size();) {
-      const AsyncWait& wait = async_[i];
+      AsyncWait& wait = async_[i];
       const int n = wait.plan->layout().tensor_count();
       int reduced = 0;
       while (reduced < n && wait.plan->is_reduced(reduced)) ++reduced;
@@ -191,6 +195,10 @@ bool Team::complete_async() {
       } else if (seconds_since(wait.begin) > options_.timeout_seconds) {
         throw Timeout(late(*wait.plan, reduced, options_.timeout_seconds));
       } else {
+        if (!wait.reported && seconds_since(wait.begin) > options_.stall_seconds) {
+          report_stall(*wait.plan, reduced);
+          wait.reported = true;
+        }
         ++i;
       }
     }
@@ -208,10 +216,10 @@ bool Team::complete_async() {
   return !finished.empty();
 }
 
-void Team::fail(const std::string& error) {
+void Team::fail(std::exception_ptr error, const char* text) {
   {
     const std::lock_guard lock(error_mutex_);
-    error_ = error;
+    error_ = std::move(error);
   }
   failed_ = true;
   context_.my_bell().ring();
@@ -220,13 +228,13 @@ void Team::fail(const std::string& error) {
     const std::lock_guard lock(async_mutex_);
     waiting.swap(async_);
   }
-  for (const AsyncWait& wait : waiting) wait.done(wait.arg, error.c_str());
+  for (const AsyncWait& wait : waiting) wait.done(wait.arg, text);
 }
 
 void Team::throw_if_failed() const {
   if (!failed_) return;
   const std::lock_guard lock(error_mutex_);
-  throw Error(error_);
+  std::rethrow_exception(error_);
 }
 
 bool Team::somebody_left() const {

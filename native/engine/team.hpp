@@ -3,6 +3,7 @@
 // lock, so several models reduce their gradients at the same time.
 #pragma once
 #include <atomic>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -74,6 +75,7 @@ class Team {
     void (*done)(void*, const char*);
     void* arg;
     Clock::time_point begin;
+    bool reported = false;  // that it takes long
   };
 
   bool progress(int lane);
@@ -81,12 +83,13 @@ class Team {
   bool network_is_busy(int lane) const;
   void serve(int lane);
   bool complete_async();
-  void fail(const std::string& error);
+  void fail(std::exception_ptr error, const char* text);
   void throw_if_failed() const;
   bool somebody_left() const;
   void throw_if_abandoned(const Plan& plan, int tensor) const;
   void finish(RequestPtr request, const char* what) const;
   std::string late(const Plan& plan, int tensor, double seconds) const;
+  void report_stall(const Plan& plan, int tensor) const;
 
   std::unique_ptr<Transport> transport_;
   TeamOptions options_;
@@ -103,7 +106,7 @@ class Team {
   std::atomic<bool> stopping_{false};
   std::atomic<bool> failed_{false};
   mutable std::mutex error_mutex_;
-  std::string error_;
+  std::exception_ptr error_;
   std::atomic<uint64_t> steps_{0};
   std::atomic<double> exposed_seconds_{0};
   std::atomic<double> progress_seconds_{0};
