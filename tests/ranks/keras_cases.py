@@ -41,6 +41,11 @@ class Parts(keras.utils.PyDataset):
         return tuple(keras.tree.map_structure(lambda array: array[rows], array) for array in self.arrays)
 
 
+def part(array, step, whole, batch=BATCH):
+    """Returns the rows of a global batch: all, or this rank's."""
+    return Parts(array, batch=batch, whole=whole)[step][0]
+
+
 def dense(seed=3, features=6, classes=3, **kwargs):
     keras.utils.set_random_seed(seed)
     return keras.Sequential(

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training steps and loops of the user's own: every optimizer passes the funnel."""
+
+import keras
+import numpy as np
+import pytest
+from keras_cases import Parts, assert_close, assert_identical, assert_like_one_rank, data, job, part, values
+
+import keras_hpc
+
+BACKEND = keras.backend.backend()
+tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="needs TensorFlow")
+jax_only = pytest.mark.skipif(BACKEND != "jax", reason="needs JAX")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _job():
+    keras_hpc.init(shard=False)
+    yield
+    keras_hpc.finalize()
+
+
+# Custom train steps.
+
+
+class TwoOptimizers(keras.Model):
+    """A model without `call` whose step updates two networks in turn, as a GAN's does."""
+
+    def __init__(self, optimizer=lambda: keras.optimizers.SGD(0.1)):
+        super().__init__()
+        keras.utils.set_random_seed(12)
+        self.first = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, activation="tanh")])
+        self.second = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        self.first_optimizer, self.second_optimizer = optimizer(), optimizer()
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def train_step(self, batch):
+        import tensorflow as tf
+
+        (x, y) = batch
+        for network, optimizer in ((self.first, self.first_optimizer), (self.second, self.second_optimizer)):
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean((self.second(self.first(x)) - y[:, None]) ** 2)
+            variables = network.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        self.tracker.update_state(loss, sample_weight=keras.ops.shape(x)[0])
+        return {"loss": self.tracker.result(), "twice": 2 * loss}
+
+
+def regression():
+    x, y = data()
+    return x, y.astype("float32")
+
+
+def step_model(**kwargs):
+    model = TwoOptimizers()
+    model.compile(**kwargs)
+    return model
+
+
+@tensorflow_only
+@pytest.mark.parametrize("eager", [False, True])
+def test_custom_step_with_two_optimizers(eager):
+    def train(model, whole):
+        return model.fit(Parts(*regression(), whole=whole), epochs=2, shuffle=False, verbose=0).history["loss"]
+
+    assert_like_one_rank(lambda: step_model(run_eagerly=eager), train)
+
+
+@tensorflow_only
+def test_custom_logs_are_averaged():
+    model = step_model()
+    history = model.fit(Parts(*regression()), epochs=2, shuffle=False, verbose=0).history
+    everyone = job().teams[0].allgather_object(history)
+    assert all(theirs == everyone[0] for theirs in everyone)
+    assert set(history) == {"loss", "twice"}
+
+
+if BACKEND == "jax":
+    import jax
+
+    class JaxSteps(keras.Model):
+        """The same for JAX: both gradients come from the old state, so their reductions are independent."""
+
+        def __init__(self):
+            super().__init__()
+            keras.utils.set_random_seed(12)
+            self.first = keras.layers.Dense(5, activation="tanh")
+            self.second = keras.layers.Dense(1)
+            self.other = keras.optimizers.SGD(0.3)
+
+        def call(self, x):
+            return self.second(self.first(x))
+
+        def train_step(self, state, batch):
+            trainable, fixed, (mine, others), metrics = state[0], state[1], self._split(state[2]), state[3]
+            x, y = batch
+
+            def loss(weights):
+                out, updates = self.stateless_call(weights, fixed, x)
+                return keras.ops.mean((out - y[:, None]) ** 2), updates
+
+            (value, fixed), gradients = jax.value_and_grad(loss, has_aux=True)(trainable)
+            first, mine = self.optimizer.stateless_apply(mine, gradients[:2], trainable[:2])
+            second, others = self.other.stateless_apply(others, gradients[2:], trainable[2:])
+            return {"value": value}, ([*first, *second], fixed, [*mine, *others], metrics)
+
+        def _split(self, variables):
+            count = len(self.optimizer.variables)
+            return variables[:count], variables[count:]
+
+
+@jax_only
+def test_custom_jax_step_with_two_independent_optimizers():
+    x, y = regression()
+
+    def run(whole):
+        model = JaxSteps()
+        model(np.zeros((1, 6), "float32"))
+        model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+        model.optimizer.build(model.trainable_variables[:2])
+        model.other.build(model.trainable_variables[2:])
+        step = model.train_step
+        from keras_hpc.keras_hooks import steps
+
+        if not whole:
+            step = steps.wrap(model, "two", step, together=True, guard=False)
+        step = jax.jit(step)
+        optimizers = [v.value for v in (*model.optimizer.variables, *model.other.variables)]
+        state = [v.value for v in model.trainable_variables], [], optimizers, []
+        for index in range(16):
+            _, state = step(state, (part(x, index % 8, whole), part(y, index % 8, whole)))
+        return [np.array(v) for v in state[0]]
+
+    with keras_hpc.local():
+        expected = run(True)
+    received = run(False)
+    assert_identical(received)
+    assert_close(received, expected)
+
+
+# Loops of the user's own: plain means, as nothing tells the batch size.
+
+
+def even(array, step, whole):
+    return part(array[:144], step % 6, whole)  # 24 samples divide among 1, 2, 3 and 4 ranks
+
+
+@tensorflow_only
+@pytest.mark.parametrize("traced", [False, True])
+def test_tensorflow_loop(traced):
+    import tensorflow as tf
+
+    x, y = regression()
+
+    def run(whole):
+        keras.utils.set_random_seed(2 if whole or job().rank == 0 else 3)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.Adam(0.01)
+
+        def step(inputs, targets):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(inputs)[:, 0] - targets) ** 2)
+            variables = model.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+        if traced:
+            step = tf.function(step)
+        elif not whole:
+            keras_hpc.broadcast(model)  # an eager step computes gradients before any optimizer can intervene
+        for index in range(12):
+            step(tf.constant(even(x, index, whole)), tf.constant(even(y, index, whole)))
+        return values(model)
+
+    with keras_hpc.local():
+        expected = run(True)
+    received = run(False)
+    assert_identical(received)
+    assert_close(received, expected, 1e-5)
+
+
+def jax_loop(seed, whole):
+    x, y = regression()
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.Adam(0.01)
+    optimizer.build(model.trainable_variables)
+
+    @jax.jit
+    def step(state, inputs, targets):
+        def loss(weights):
+            return keras.ops.mean((model.stateless_call(weights, [], inputs)[0][:, 0] - targets) ** 2)
+
+        return optimizer.stateless_apply(state[1], jax.grad(loss)(state[0]), state[0])
+
+    state = [v.value for v in model.trainable_variables], [v.value for v in optimizer.variables]
+    for index in range(12):
+        state = step(state, even(x, index, whole), even(y, index, whole))
+    return [np.array(v) for v in state[0]]
+
+
+@jax_only
+def test_jax_loop():
+    with keras_hpc.local():
+        expected = jax_loop(2, True)
+    received = jax_loop(2, False)
+    assert_identical(received)
+    assert_close(received, expected, 1e-5)
+
+
+@jax_only
+def test_jax_loop_with_other_weights_is_refused():
+    if job().size == 1:
+        pytest.skip("needs two ranks")
+    with pytest.raises(ValueError, match=r"kernel.*differs between rank 0"):
+        jax_loop(job().rank, False)
