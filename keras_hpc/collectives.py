@@ -133,7 +133,7 @@ def check_replicas(model: Any, team: int = 0) -> None:
 
     members = _team(team)
     variables = state.replicated_variables(model)
-    members.agree("The variables of the model", [f"{v.path}: {v.dtype}{list(v.shape)}" for v in variables])
+    state.check_same(members, variables)
     to_numpy = backends.current().to_numpy
     hashes = np.empty((1, len(variables), 16), dtype=np.uint8)
     for i, variable in enumerate(variables):

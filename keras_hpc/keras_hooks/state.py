@@ -138,7 +138,7 @@ def broadcast_variables(team: Any, variables: Sequence[Any], root: int = 0) -> N
     Raises:
         PlanMismatchError: shapes, dtypes or the number of variables differ.
     """
-    _check_same(team, variables)
+    check_same(team, variables)
     backend = backends.current()
     for chunk in _chunks(variables):
         arrays = [backend.to_numpy(_value(variable)) for variable in chunk]
@@ -221,7 +221,7 @@ def check_equal(optimizer: Any) -> None:
     team = teams.team_of(optimizer)
     # `value` would be that of the trace; during `fit` there is none, and `fit` made replicas equal.
     variables = [variable for variable in optimizer._trainable_variables if variable._value is not None]
-    _check_same(team, variables)
+    check_same(team, variables)
     backend = backends.current()
     mine = [backend.to_numpy(variable._value) for variable in variables]
     digests = team.allgather_object([hashlib.sha256(array.tobytes()).hexdigest() for array in mine])
@@ -237,7 +237,7 @@ def check_equal(optimizer: Any) -> None:
     _equal[optimizer] = len(variables)
 
 
-def _check_same(team: Any, variables: Sequence[Any]) -> None:
+def check_same(team: Any, variables: Sequence[Any]) -> None:
     """Raises on all ranks, naming the first variable that differs. Paths may differ: a loaded model has others."""
     mine = [f"{keras.backend.standardize_dtype(v.dtype)}{list(v.shape)}" for v in variables]
     digests = team.allgather_object(hashlib.sha256(" ".join(mine).encode()).hexdigest())

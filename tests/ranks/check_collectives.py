@@ -111,7 +111,7 @@ def test_check_replicas_names_variable_and_rank():
 def test_mismatches_are_errors_on_every_rank():
     with pytest.raises(keras_hpc.PlanMismatchError, match="The keys given"):
         keras_hpc.average({"loss": 1.0, f"odd{rank}": 2.0})
-    with pytest.raises(keras_hpc.PlanMismatchError, match=r"differ between ranks.* on rank 0"):
+    with pytest.raises(keras_hpc.PlanMismatchError, match="The models of the ranks differ"):
         keras_hpc.check_replicas(keras.Sequential([keras.Input((4,)), keras.layers.Dense(3 + rank)]))
 
 
