@@ -13,7 +13,7 @@ import pytest
 
 CHECKS = sorted((Path(__file__).parent / "ranks").glob("check_*.py"))
 # Every rank starts a framework, on what may be 2 cores: more ranks where they can find something more.
-DEFAULTS: dict[str, Any] = {"RANKS": {"tensorflow": (2, 3), "jax": (2,)}, "TIMEOUT": 300, "ENV": {}}
+DEFAULTS: dict[str, Any] = {"RANKS": {"tensorflow": (2,), "jax": (2,)}, "TIMEOUT": 300, "ENV": {}}
 
 
 def _settings(path: Path) -> dict[str, Any]:

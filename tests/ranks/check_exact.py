@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With `batch="global"`, 1, 2, 3 and 4 ranks compute what one rank computes: weights, history, `evaluate`, predictions."""
+
+import keras
+import numpy as np
+import pytest
+from keras_cases import BATCH, assert_like_one_rank, data, dense
+
+import keras_hpc
+
+RANKS = {"tensorflow": (1, 2, 3, 4), "jax": (1, 2, 3, 4)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _job():
+    keras_hpc.init(batch="global")
+    yield
+    keras_hpc.finalize()
+
+
+def make():
+    model = dense()
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def test_arrays_with_a_tail_train_like_one_rank():
+    """185 samples in batches of 24: 24 steps, every eighth of 17 samples."""
+    x, y = data()
+
+    def train(model, whole):
+        options = {"batch_size": BATCH, "epochs": 3, "shuffle": False, "verbose": 0}
+        history = model.fit(x, y, validation_data=(x[:50], y[:50]), **options).history
+        return history, model.evaluate(x, y, batch_size=31, verbose=0), np.sum(model.predict(x, verbose=0), axis=0)
+
+    model = assert_like_one_rank(make, train)
+    keras_hpc.check_replicas(model)
+
+
+def test_shuffling_is_reproducible():
+    x, y = data()
+
+    def losses():
+        keras.utils.set_random_seed(5)
+        return make().fit(x, y, batch_size=BATCH, epochs=2, verbose=0).history["loss"]
+
+    assert losses() == losses()
