@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With `batch="global"`, 1, 2, 3 and 4 ranks compute what one rank computes: weights, history, `evaluate`, predictions."""
+"""With `batch="global"`, 1 to 4 ranks compute what one rank computes: weights, history, `evaluate`, predictions."""
 
 import keras
 import numpy as np
