@@ -48,6 +48,8 @@ def allreduce(x: Any, op: str = "mean", team: int = 0) -> Any:
     array = _array(x, copy=True)
     if op == "mean" and array.dtype.kind in "iu":
         if not isinstance(x, int):
+            _check_dtype(array)
+            members.allreduce(array, "sum")  # where other ranks gave something else, all are told so
             raise TypeError(
                 f"The mean of integers is not an integer. Expected floats, or op='sum', 'min' or 'max'. Received: {x!r}"
             )

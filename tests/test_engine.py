@@ -369,11 +369,21 @@ def test_a_collective_that_a_rank_never_joins_is_an_error_soon():
     run([0, 0], work, timeout=30)
 
 
-def test_the_kind_of_an_error_survives_the_communication_thread():
-    def work(team, rank):
-        x = np.zeros(3 + rank, np.float32)
-        with pytest.raises(_native.PlanMismatchError, match="Ranks disagree"):
-            team.allreduce(as_bytes(x), "float32", "sum")
+@pytest.mark.parametrize("threads", [0, 1])
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 0, 1]])  # the second with a rank that owns nothing
+def test_a_mismatch_ends_the_team_on_all_ranks(threads, nodes):
+    calls = [(3, "float32", "sum"), (3, "float64", "sum"), (4, "float32", "sum"), (3, "float32", "max")]
 
-    for threads in (0, 1):
-        run([0, 0], work, threads)
+    def work(team, rank, odd):
+        count, dtype, op = odd if rank == 0 else calls[0]
+        errors = []
+        for _ in range(2):  # the first error stays
+            with pytest.raises(_native.Error) as caught:
+                team.allreduce(as_bytes(np.zeros(count, dtype)), dtype, op)
+            errors.append(str(caught.value))
+        assert errors[0] == errors[1]
+        return "Ranks disagree on what to reduce" in errors[0]
+
+    for odd in calls[1:]:
+        knows = run(nodes, lambda team, rank, odd=odd: work(team, rank, odd), threads, timeout=30)
+        assert knows == [True, nodes != [0, 0, 1], True][: len(nodes)]

@@ -16,12 +16,15 @@ inline double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
+// Whether a rank still takes part in communication.
+enum class Fate : uint32_t { present, left, failed };
+
 // What threads of one rank sleep on. Lies in memory shared by the node; whoever changes something that this rank may be
 // waiting for rings it. Ringing costs one load while nobody sleeps.
 struct alignas(128) Bell {
   std::atomic<uint32_t> rings;
   std::atomic<uint32_t> sleepers;
-  std::atomic<uint32_t> left;  // this rank takes no part in communication any more
+  std::atomic<Fate> fate;
 
   void ring();
   // Sleeps until the next ring after `seen` (a value of `rings`), at most `seconds`.

@@ -38,6 +38,12 @@ struct TeamContext {
     for (int r = 0; r < topology->local_size(); ++r) bells[r].ring();
   }
   Bell& my_bell() const { return bells[topology->local_rank]; }
+  // The first rank of the job, of those on this node, that met this fate, or -1.
+  int first_with(Fate fate) const {
+    for (int r = 0; r < topology->local_size(); ++r)
+      if (bells[r].fate == fate) return topology->local_ranks()[static_cast<size_t>(r)];
+    return -1;
+  }
 };
 
 class Plan {

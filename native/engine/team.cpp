@@ -80,17 +80,37 @@ void Team::start(Plan& plan, int tensor, void* data, double weight) {
   const auto begin = Clock::now();
   plan.start(tensor, data, weight);
   if (trace::enabled) trace::record(plan.tensors()[at(tensor)].name, "start", number(), begin);
-  if (options_.threads == 0) progress_all();
+  if (options_.threads != 0) return;
+  try {
+    progress_all();
+  } catch (const std::exception& e) {
+    fail(std::current_exception(), e.what());
+    throw;
+  }
 }
 
 void Team::wait(Plan& plan, int tensor) {
+  const auto begin = Clock::now();
+  try {
+    await(plan, tensor);
+  } catch (const std::exception& e) {
+    fail(std::current_exception(), e.what());
+    throw;
+  }
+  plan.finish(tensor);
+  add(exposed_seconds_, seconds_since(begin));
+  if (tensor == 0) ++steps_;
+  if (trace::enabled) trace::record(plan.tensors()[at(tensor)].name, "wait", number(), begin);
+}
+
+void Team::await(Plan& plan, int tensor) {
   const auto begin = Clock::now();
   const auto ready = [&] {
     throw_if_failed();
     if (plan.is_reduced(tensor)) return true;
     progress_all();
     if (plan.is_reduced(tensor)) return true;
-    throw_if_abandoned(plan, tensor);
+    throw_if_abandoned(plan, tensor, begin);
     return false;
   };
   const auto polling = [&] {
@@ -105,10 +125,6 @@ void Team::wait(Plan& plan, int tensor) {
     if (rest <= 0 || !wait_for(context_.my_bell(), rest, ready, polling))
       throw Timeout(late(plan, tensor, options_.timeout_seconds));
   }
-  plan.finish(tensor);
-  add(exposed_seconds_, seconds_since(begin));
-  if (tensor == 0) ++steps_;
-  if (trace::enabled) trace::record(plan.tensors()[at(tensor)].name, "wait", number(), begin);
 }
 
 bool Team::wait_all_async(Plan& plan, void (*done)(void*, const char*), void* arg) {
@@ -188,7 +204,7 @@ bool Team::complete_async() {
       const int n = wait.plan->layout().tensor_count();
       int reduced = 0;
       while (reduced < n && wait.plan->is_reduced(reduced)) ++reduced;
-      if (reduced < n) throw_if_abandoned(*wait.plan, reduced);
+      if (reduced < n) throw_if_abandoned(*wait.plan, reduced, wait.begin);
       if (reduced == n) {
         finished.push_back(wait);
         async_.erase(async_.begin() + static_cast<std::ptrdiff_t>(i));
@@ -219,10 +235,11 @@ bool Team::complete_async() {
 void Team::fail(std::exception_ptr error, const char* text) {
   {
     const std::lock_guard lock(error_mutex_);
-    error_ = std::move(error);
+    if (!error_) error_ = std::move(error);
   }
   failed_ = true;
-  context_.my_bell().ring();
+  context_.my_bell().fate = Fate::failed;
+  context_.ring_node();
   std::vector<AsyncWait> waiting;
   {
     const std::lock_guard lock(async_mutex_);
@@ -237,18 +254,16 @@ void Team::throw_if_failed() const {
   std::rethrow_exception(error_);
 }
 
-bool Team::somebody_left() const {
-  for (int r = 0; r < topology().local_size(); ++r)
-    if (context_.bells[r].left.load() != 0) return true;
-  return false;
-}
-
-void Team::throw_if_abandoned(const Plan& plan, int tensor) const {
-  if (!somebody_left()) return;
+void Team::throw_if_abandoned(const Plan& plan, int tensor, Clock::time_point waiting_since) const {
+  // A rank that fails often has a reason that this one is about to find, too, and can tell better.
+  constexpr double grace_seconds = 2;
+  if (const int rank = context_.first_with(Fate::failed); rank >= 0 && seconds_since(waiting_since) > grace_seconds)
+    throw Error(plan.describe(tensor) + ": rank " + std::to_string(rank) + " met an error, which it tells of itself.");
+  if (context_.first_with(Fate::left) < 0) return;
   for (const int rank : plan.missing_ranks(tensor)) {
     const auto& local = topology().local_ranks();
     const auto found = std::find(local.begin(), local.end(), rank);
-    if (found != local.end() && context_.bells[found - local.begin()].left.load() != 0)
+    if (found != local.end() && context_.bells[found - local.begin()].fate == Fate::left)
       throw Error(plan.describe(tensor) + ": rank " + std::to_string(rank) +
                   " has already left the job (it called finalize or reached the end of its script) while this rank " +
                   "waits for it. Do all ranks run the same number of steps?");
@@ -256,7 +271,7 @@ void Team::throw_if_abandoned(const Plan& plan, int tensor) const {
 }
 
 void Team::leave() {
-  context_.my_bell().left = 1;
+  context_.my_bell().fate = Fate::left;
   context_.ring_node();
 }
 
@@ -276,7 +291,8 @@ void Team::allreduce(void* data, int64_t count, DType dtype, Op op) {
 }
 
 void Team::finish(RequestPtr request, const char* what) const {
-  keras_hpc::finish(std::move(request), options_.timeout_seconds, what, [this] { return somebody_left(); });
+  keras_hpc::finish(std::move(request), options_.timeout_seconds, what,
+                    [this] { return context_.first_with(Fate::left) >= 0; });
 }
 
 void Team::broadcast(void* data, size_t nbytes, int root) {

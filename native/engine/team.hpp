@@ -78,6 +78,7 @@ class Team {
     bool reported = false;  // that it takes long
   };
 
+  void await(Plan& plan, int tensor);  // until it is reduced
   bool progress(int lane);
   bool progress_all();
   bool network_is_busy(int lane) const;
@@ -85,8 +86,7 @@ class Team {
   bool complete_async();
   void fail(std::exception_ptr error, const char* text);
   void throw_if_failed() const;
-  bool somebody_left() const;
-  void throw_if_abandoned(const Plan& plan, int tensor) const;
+  void throw_if_abandoned(const Plan& plan, int tensor, Clock::time_point waiting_since) const;
   void finish(RequestPtr request, const char* what) const;
   std::string late(const Plan& plan, int tensor, double seconds) const;
   void report_stall(const Plan& plan, int tensor) const;
