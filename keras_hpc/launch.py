@@ -68,10 +68,20 @@ class World:
             module_path=MPI.__file__,
             handle_size=MPI._sizeof(MPI.Comm),
             comm=_handle(self.comm),
-            byte=_handle(MPI.BYTE),
-            errors_return=_handle(MPI.ERRORS_RETURN),
-            # The one constant that mpi4py does not show: 1 in the MPICH family, 0 in Open MPI.
-            status_ignore=0 if open_mpi else 1,
+            constants={
+                "BYTE": _handle(MPI.BYTE),
+                "ERRORS_RETURN": _handle(MPI.ERRORS_RETURN),
+                "IN_PLACE": int(MPI.IN_PLACE),
+                # The one constant that mpi4py does not show: 1 in the MPICH family, 0 in Open MPI.
+                "STATUS_IGNORE": 0 if open_mpi else 1,
+            },
+            dtypes={
+                "float32": _handle(MPI.FLOAT),
+                "float64": _handle(MPI.DOUBLE),
+                "int32": _handle(MPI.INT32_T),
+                "int64": _handle(MPI.INT64_T),
+            },
+            ops={"sum": _handle(MPI.SUM)},  # its min and max do not propagate NaN
             node_of_rank=self.node_of_rank,
         )
 

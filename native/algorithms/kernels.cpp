@@ -104,10 +104,33 @@ KHPC_INLINE void accumulate_as(void* a, const void* b, size_t count) {
   for (size_t i = 0; i < count; ++i) narrow(combine<op>(widen(x[i]), widen(y[i])), x[i]);
 }
 
+// Two ranks, in one pass over memory. An `out` may be a source, never a part of one: iterations are independent.
 template <class T, Op op>
-KHPC_INLINE void reduce_as(const Source* sources, size_t n, bool weighted, double scale, void* out, void* copy,
-                           size_t count) {
+KHPC_INLINE void reduce_two(const T* x, const T* y, double scale, T* out, T* copy, size_t count) {
   using W = decltype(widen(T{}));
+  const W factor = static_cast<W>(scale);
+  if (copy == nullptr) {
+#pragma GCC ivdep
+    for (size_t i = 0; i < count; ++i)
+      narrow(static_cast<W>(combine<op>(widen(x[i]), widen(y[i])) * factor), out[i]);
+  } else {
+#pragma GCC ivdep
+    for (size_t i = 0; i < count; ++i) {
+      T result;
+      narrow(static_cast<W>(combine<op>(widen(x[i]), widen(y[i])) * factor), result);
+      out[i] = result;
+      copy[i] = result;
+    }
+  }
+}
+
+template <class T, Op op>
+KHPC_INLINE void reduce_as(const Source* sources, size_t n, bool weighted, double scale, void* const* outs,
+                           size_t n_outs, size_t count) {
+  using W = decltype(widen(T{}));
+  if (n == 2 && !weighted && n_outs <= 2)
+    return reduce_two<T, op>(static_cast<const T*>(sources[0].data), static_cast<const T*>(sources[1].data), scale,
+                             static_cast<T*>(outs[0]), n_outs == 2 ? static_cast<T*>(outs[1]) : nullptr, count);
   constexpr size_t block = 1024;  // elements; the sums stay in the first-level cache
   W sums[block];
   for (size_t begin = 0; begin < count; begin += block) {
@@ -127,9 +150,9 @@ KHPC_INLINE void reduce_as(const Source* sources, size_t n, bool weighted, doubl
     if (n == 0) std::fill(sums, sums + m, W{});
     if (scale != 1.0)
       for (size_t i = 0; i < m; ++i) sums[i] = static_cast<W>(sums[i] * static_cast<W>(scale));
-    T* to = static_cast<T*>(out) + begin;
+    T* to = static_cast<T*>(outs[0]) + begin;
     for (size_t i = 0; i < m; ++i) narrow(sums[i], to[i]);
-    if (copy != nullptr) std::memcpy(static_cast<T*>(copy) + begin, to, m * sizeof(T));
+    for (size_t o = 1; o < n_outs; ++o) std::memcpy(static_cast<T*>(outs[o]) + begin, to, m * sizeof(T));
   }
 }
 
@@ -160,42 +183,12 @@ KHPC_INLINE void dispatch(DType dtype, Op op, F&& f) {
   }
 }
 
-constexpr const char* kDTypes[] = {"float16", "bfloat16", "float32", "float64", "int32", "int64"};
-constexpr const char* kOps[] = {"sum", "mean", "min", "max"};
-
-template <class Enum, size_t n>
-Enum parse(const char* const (&names)[n], const std::string& name, const char* what) {
-  std::string known;
-  for (size_t i = 0; i < n; ++i) {
-    if (name == names[i]) return static_cast<Enum>(i);
-    known += std::string(i ? ", " : "") + names[i];
-  }
-  throw Error(std::string("Unsupported ") + what + ". Expected one of " + known + ". Received: " + name);
-}
-
 }  // namespace
 
-size_t size_of(DType dtype) {
-  constexpr size_t sizes[] = {2, 2, 4, 8, 4, 8};
-  return sizes[static_cast<size_t>(dtype)];
-}
-DType parse_dtype(const std::string& name) {
-  return parse<DType>(kDTypes, name, "dtype");
-}
-Op parse_op(const std::string& name) {
-  return parse<Op>(kOps, name, "op");
-}
-const char* name_of(DType dtype) {
-  return kDTypes[static_cast<size_t>(dtype)];
-}
-const char* name_of(Op op) {
-  return kOps[static_cast<size_t>(op)];
-}
-
 KHPC_CLONES void reduce(DType dtype, Op op, const Source* sources, size_t n_sources, bool weighted, double scale,
-                        void* out, void* copy, size_t count) {
+                        void* const* outs, size_t n_outs, size_t count) {
   dispatch(dtype, op, [&](auto element, auto which) __attribute__((always_inline)) {
-    reduce_as<decltype(element), decltype(which)::value>(sources, n_sources, weighted, scale, out, copy, count);
+    reduce_as<decltype(element), decltype(which)::value>(sources, n_sources, weighted, scale, outs, n_outs, count);
   });
 }
 

@@ -2,18 +2,10 @@
 // Arithmetic on buffers: the only place that knows what the bytes mean.
 #pragma once
 #include <cstddef>
-#include <string>
+
+#include "common/dtype.hpp"
 
 namespace keras_hpc {
-
-enum class DType { float16, bfloat16, float32, float64, int32, int64 };
-enum class Op { sum, mean, min, max };
-
-size_t size_of(DType dtype);
-DType parse_dtype(const std::string& name);  // "float32", ...
-Op parse_op(const std::string& name);        // "sum", ...
-const char* name_of(DType dtype);
-const char* name_of(Op op);
 
 // One rank's contribution. The factor is used where `weighted` is set in reduce().
 struct Source {
@@ -21,12 +13,12 @@ struct Source {
   double factor;
 };
 
-// out[i] = (sources[0][i] op sources[1][i] op ...) * scale, in the order of the sources, for `count` elements; with
-// `weighted`, each source is multiplied by its factor first. 16-bit types are summed in float32, and min and max
-// propagate NaN. Mean is a sum here: its scale and factors make it one. `copy`, if not null, gets the result too;
-// `out` and `copy` may be sources. No sources: zeros.
-void reduce(DType dtype, Op op, const Source* sources, size_t n_sources, bool weighted, double scale, void* out,
-            void* copy, size_t count);
+// out[i] = (sources[0][i] op sources[1][i] op ...) * scale, in the order of the sources, for `count` elements and each
+// `out` of `outs`; with `weighted`, each source is multiplied by its factor first. 16-bit types are summed in float32,
+// and min and max propagate NaN. Mean is a sum here: its scale and factors make it one. An `out` may be a source. No
+// sources: zeros.
+void reduce(DType dtype, Op op, const Source* sources, size_t n_sources, bool weighted, double scale, void* const* outs,
+            size_t n_outs, size_t count);
 
 // a[i] = a[i] op b[i].
 void accumulate(DType dtype, Op op, void* a, const void* b, size_t count);

@@ -14,6 +14,7 @@
 
 #include "common/error.hpp"
 #include "engine/registry.hpp"
+#include "engine/stopwatch.hpp"
 #include "engine/team.hpp"
 #include "engine/trace.hpp"
 #include "mpi/library.hpp"
@@ -128,12 +129,16 @@ NB_MODULE(_native, m) {
   nb::class_<Transport>(m, "Transport");
   m.def(
       "mpi_transport",
-      [](const std::string& module_path, int handle_size, intptr_t comm, intptr_t byte, intptr_t errors_return,
-         intptr_t status_ignore, const std::vector<int>& node_of_rank) {
-        return make_mpi_transport(mpi::connect(module_path, handle_size, comm, {byte, errors_return, status_ignore}),
-                                  node_of_rank);
+      [](const std::string& module_path, int handle_size, intptr_t comm, const std::map<std::string, intptr_t>& constants,
+         const std::map<std::string, intptr_t>& dtypes, const std::map<std::string, intptr_t>& ops,
+         const std::vector<int>& node_of_rank) {
+        mpi::Constants c{constants.at("BYTE"), constants.at("ERRORS_RETURN"), constants.at("STATUS_IGNORE"),
+                         constants.at("IN_PLACE"), {}, {}};
+        for (const auto& [name, handle] : dtypes) c.dtypes[parse_dtype(name)] = handle;
+        for (const auto& [name, handle] : ops) c.ops[parse_op(name)] = handle;
+        return make_mpi_transport(mpi::connect(module_path, handle_size, comm, c), node_of_rank);
       },
-      "module_path"_a, "handle_size"_a, "comm"_a, "byte"_a, "errors_return"_a, "status_ignore"_a, "node_of_rank"_a,
+      "module_path"_a, "handle_size"_a, "comm"_a, "constants"_a, "dtypes"_a, "ops"_a, "node_of_rank"_a,
       "Collective: a transport over the MPI library that mpi4py has loaded.");
   m.def(
       "in_process_transports",
@@ -193,9 +198,34 @@ NB_MODULE(_native, m) {
             team.get().agree(what, items);
           },
           release, "what"_a, "items"_a)
+      .def(
+          "empty",
+          [](const PyTeam& team, int64_t nbytes) {
+            std::shared_ptr<Area> area;
+            {
+              const nb::gil_scoped_release released;
+              area = team.get().allreduce_call().make_area(static_cast<size_t>(nbytes));
+            }
+            auto* kept = new std::shared_ptr<Area>(area);
+            const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::shared_ptr<Area>*>(p); });
+            return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(area->of(team.get().topology().local_rank),
+                                                                {static_cast<size_t>(nbytes)}, owner);
+          },
+          "nbytes"_a, "Collective: bytes that the ranks of the node can reach directly.")
       .def("leave", [](const PyTeam& team) { team.get().leave(); })
       .def("report", &report)
       .def("close", &PyTeam::close, release, "Collective.");
+
+  nb::class_<Stopwatch>(m, "Stopwatch")
+      .def(
+          "__init__",
+          [](Stopwatch* self, const PyTeam& team, size_t nbytes, int tensors) {
+            new (self) Stopwatch(team.get(), nbytes, tensors);
+          },
+          release, "team"_a, "nbytes"_a, "tensors"_a, nb::keep_alive<1, 2>(), "Collective.")
+      .def("can", &Stopwatch::can, "way"_a)
+      .def("verify", &Stopwatch::verify, release, "way"_a)
+      .def("time", &Stopwatch::time, release, "way"_a, "repeats"_a);
 
   m.def("set_tracing", [](bool enabled) { trace::enabled = enabled; }, "enabled"_a);
   m.def("take_trace", &take_trace, "Events (name, kind, team, begin, end) since the last call; seconds.");

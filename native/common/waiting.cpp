@@ -2,6 +2,7 @@
 #include "common/waiting.hpp"
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -40,6 +41,15 @@ void relax() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+void yield() {
+  sched_yield();
+}
+
+Patience patience_for(int ranks, int cores, bool same_scheduler_group) {
+  if (ranks <= cores) return {};
+  return {0.0, same_scheduler_group ? 50 : 0};
 }
 
 }  // namespace keras_hpc

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a thread waits for another rank of its node: a short spin, then sleep in the kernel (futex). Yielding is left out
-// on purpose: MPICH's launcher gives each rank a session of its own, and with the kernel's autogroup scheduling
-// sched_yield then yields to nobody, which is a thousand times slower when ranks outnumber cores.
+// How a thread waits for another rank of its node: a short spin, then sleep in the kernel (futex). Where ranks outnumber
+// the cores, it does not spin but yields a few times, if that can help.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -34,20 +33,35 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
 void relax();  // tells the processor that this is a spin loop
 
-// Seconds of spinning before the first sleep: an answer that is on its way arrives within it.
-constexpr double kSpin = 20e-6;
+// What a thread does before it sleeps.
+struct Patience {
+  double spin_seconds = 20e-6;  // an answer that is on its way arrives within it
+  int yields = 0;
+};
+
+// The patience of ranks that share a node's cores; `same_scheduler_group` of all of them. MPICH's launcher gives each
+// rank a session of its own, and with the kernel's autogroup scheduling sched_yield then yields to nobody: there, waiting
+// by yielding is a thousand times slower than sleeping.
+Patience patience_for(int ranks, int cores, bool same_scheduler_group);
+
+void yield();
 
 // Waits until ready() is true or `seconds` have passed; returns ready()'s last value. ready() may do work that makes
 // itself true. While polling() is true something outside this node is awaited, which rings no bell: sleep briefly.
 template <class Ready, class Polling>
-bool wait_for(Bell& bell, double seconds, Ready&& ready, Polling&& polling) {
+bool wait_for(const Patience& patience, Bell& bell, double seconds, Ready&& ready, Polling&& polling) {
+  if (ready()) return true;
   const auto begin = Clock::now();
-  do {
+  while (seconds_since(begin) < patience.spin_seconds) {
     for (int i = 0; i < 16; ++i) {
       if (ready()) return true;
       relax();
     }
-  } while (seconds_since(begin) < kSpin);
+  }
+  for (int i = 0; i < patience.yields; ++i) {
+    yield();
+    if (ready()) return true;
+  }
   double nap = 2e-6;
   while (seconds_since(begin) < seconds) {
     bell.sleepers.fetch_add(1, std::memory_order_seq_cst);

@@ -76,10 +76,4 @@ Range Layout::part(int tensor, const Range& within) const {
   return {std::max(r.begin, within.begin), std::min(r.end, within.end)};
 }
 
-void Layout::reshape(DType dtype, int64_t count) {
-  ranges_[0].end = static_cast<size_t>(count) * size_of(dtype);
-  buckets_[0].end = align(ranges_[0].end);
-  buckets_[0].dtype = dtype;
-}
-
 }  // namespace keras_hpc

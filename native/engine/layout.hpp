@@ -50,9 +50,6 @@ class Layout {
   // The part of the tensor within a range of the buffer.
   Range part(int tensor, const Range& within) const;
 
-  // For a plan of one tensor and one bucket: another dtype and length within the same buffer.
-  void reshape(DType dtype, int64_t count);
-
  private:
   void add_bucket(Bucket bucket);
 

@@ -28,16 +28,6 @@ constexpr int kHeaderPlace = kInFlight;
 // Copies bypass the caches when a step's tensors would not stay in them anyway.
 constexpr size_t kStreamingBytes = size_t{8} << 20;
 
-// dtype, op and count of a call as one number that a double holds exactly.
-int64_t make_signature(DType dtype, Op op, int64_t count) {
-  return (count << 5) | (static_cast<int64_t>(dtype) << 2) | static_cast<int64_t>(op);
-}
-std::string describe_signature(int64_t signature) {
-  const auto dtype = static_cast<DType>((signature >> 2) & 7);
-  const auto op = static_cast<Op>(signature & 3);
-  return std::string(name_of(op)) + " of " + std::to_string(signature >> 5) + " x " + name_of(dtype);
-}
-
 }  // namespace
 
 struct Plan::Counter {
@@ -47,7 +37,6 @@ struct Plan::Counter {
 struct alignas(128) Plan::Shared {
   std::atomic<uint64_t> consumed;  // executions whose results this rank has copied out
   double weight;                   // of the current execution; written before `packed` is raised
-  int64_t signature;               // likewise
 };
 
 Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<TensorSpec> tensors, Op op, bool weighted,
@@ -104,11 +93,10 @@ void Plan::begin(double weight) {
         if (shared_[r].consumed.load(std::memory_order_seq_cst) < previous) return false;
       return true;
     };
-    if (!wait_for(team_.my_bell(), team_.timeout_seconds, all_consumed, [] { return false; }))
+    if (!wait_for(team_.patience, team_.my_bell(), team_.timeout_seconds, all_consumed, [] { return false; }))
       throw Timeout("A rank of this node did not finish step " + std::to_string(previous) + " of plan '" + name_ +
                     "' within the time limit.");
     shared_[topology_.local_rank].weight = weight;
-    shared_[topology_.local_rank].signature = signature_;
   }
   for (size_t b = 0; b < layout_.buckets().size(); ++b) {
     const Bucket& bucket = layout_.buckets()[b];
@@ -270,14 +258,11 @@ bool Plan::know_weights(LaneState& lane, uint64_t step, Channel& channel) {
   if (lane.headers_step == step) return true;
   const auto size = at(topology_.size);
   if (!lane.header_exchange) {
-    lane.headers.assign(2 * size, 0.0);
-    for (int r = 0; r < topology_.local_size(); ++r) {
-      const auto rank = at(topology_.local_ranks()[at(r)]);
-      lane.headers[rank] = shared_[r].weight;
-      lane.headers[size + rank] = static_cast<double>(shared_[r].signature);
-    }
+    lane.headers.assign(size, 0.0);
+    for (int r = 0; r < topology_.local_size(); ++r)
+      lane.headers[at(topology_.local_ranks()[at(r)])] = shared_[r].weight;
   }
-  if (topology_.node_count > 1 && (weighted_ || signature_ != 0)) {
+  if (topology_.node_count > 1 && weighted_) {
     if (!lane.header_exchange) {
       lane.header_exchange = recursive_doubling({channel, topology_.peers_of_slice(topology_.local_rank),
                                                  topology_.node, lane.headers.data(), lane.headers.size(),
@@ -296,14 +281,6 @@ bool Plan::know_weights(LaneState& lane, uint64_t step, Channel& channel) {
 void Plan::use_weights(LaneState& lane) const {
   const auto size = at(topology_.size);
   const double* weights = lane.headers.data();
-  if (signature_ != 0)
-    for (size_t r = 0; r < size; ++r) {
-      const auto theirs = static_cast<int64_t>(lane.headers[size + r]);
-      if (theirs != signature_)
-        throw PlanMismatch("Ranks disagree on what to reduce: rank " + std::to_string(topology_.rank) +
-                           " asks for the " + describe_signature(signature_) + ", rank " + std::to_string(r) +
-                           " for the " + describe_signature(theirs) + ".");
-    }
   lane.weighted = false;
   lane.scale = op_ == Op::mean ? 1.0 / static_cast<double>(size) : 1.0;
   if (!weighted_) return;
@@ -336,9 +313,9 @@ void Plan::reduce(const Bucket& bucket, const LaneState& lane) {
       if (factor == 0.0) continue;  // has no samples in this step; its values may be NaN
       sources.push_back({r == me ? mine : slot(me, r) + part.begin, factor});
     }
-    keras_hpc::reduce(bucket.dtype, op_, sources.data(), sources.size(), lane.weighted, lane.scale,
-                      slot(me, (me + 1) % local) + part.begin, topology_.node_count == 1 ? mine : nullptr,
-                      part.size() / size_of(bucket.dtype));
+    void* const outs[] = {slot(me, (me + 1) % local) + part.begin, mine};
+    keras_hpc::reduce(bucket.dtype, op_, sources.data(), sources.size(), lane.weighted, lane.scale, outs,
+                      topology_.node_count == 1 ? 2 : 1, part.size() / size_of(bucket.dtype));
   }
 }
 
@@ -360,14 +337,6 @@ void Plan::publish(int lane_number) {
 }
 
 // ---- the rest
-
-void Plan::reshape(DType dtype, Op op, int64_t count, int64_t total) {
-  tensors_[0].dtype = dtype;
-  tensors_[0].count = count;
-  op_ = op;
-  layout_.reshape(dtype, count);
-  signature_ = make_signature(dtype, op, total);
-}
 
 std::vector<int> Plan::missing_ranks(int tensor) const {
   std::vector<int> missing;

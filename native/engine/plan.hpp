@@ -21,30 +21,11 @@
 #include <vector>
 
 #include "algorithms/allreduce.hpp"
-#include "common/waiting.hpp"
+#include "engine/context.hpp"
 #include "engine/layout.hpp"
 #include "transport/transport.hpp"
 
 namespace keras_hpc {
-
-// What a plan needs to know of its team.
-struct TeamContext {
-  int number = 0;
-  const Topology* topology = nullptr;
-  Bell* bells = nullptr;  // one per local rank
-  double timeout_seconds = 300;
-
-  void ring_node() const {
-    for (int r = 0; r < topology->local_size(); ++r) bells[r].ring();
-  }
-  Bell& my_bell() const { return bells[topology->local_rank]; }
-  // The first rank of the job, of those on this node, that met this fate, or -1.
-  int first_with(Fate fate) const {
-    for (int r = 0; r < topology->local_size(); ++r)
-      if (bells[r].fate == fate) return topology->local_ranks()[static_cast<size_t>(r)];
-    return -1;
-  }
-};
 
 class Plan {
  public:
@@ -61,10 +42,6 @@ class Plan {
   // One thread at a time per lane. True if anything was done.
   bool advance(int lane, Channel& channel);
   bool uses_network(int lane) const { return lanes_[static_cast<size_t>(lane)].in_flight > 0; }
-
-  // For a plan of one tensor, between executions: another shape. Ranks that call it with different arguments get
-  // PlanMismatch from the next execution. `total` is the whole call's count, of which this may be a part.
-  void reshape(DType dtype, Op op, int64_t count, int64_t total);
 
   const std::string& name() const { return name_; }
   const std::vector<TensorSpec>& tensors() const { return tensors_; }
@@ -114,8 +91,8 @@ class Plan {
   const Topology& topology_;
   const int number_;
   const std::string name_;
-  std::vector<TensorSpec> tensors_;
-  Op op_;
+  const std::vector<TensorSpec> tensors_;
+  const Op op_;
   const bool weighted_;
   Layout layout_;
   std::unique_ptr<Segment> segment_;
@@ -136,7 +113,6 @@ class Plan {
   std::mutex pack_mutex_;
   std::vector<char> is_packed_;       // [bucket]
   std::vector<size_t> packed_front_;  // [lane] buckets packed without a gap
-  int64_t signature_ = 0;
   std::vector<LaneState> lanes_;
 };
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/team.hpp"
 
+#include <sched.h>
 #include <sys/prctl.h>
 
 #include <algorithm>
@@ -20,8 +21,21 @@ size_t at(int i) {
   return static_cast<size_t>(i);
 }
 
-// Bytes of one part of a blocking allreduce: one bucket.
-constexpr int64_t kStagingBytes = 1 << 20;
+// Where a rank runs, for the others on its node.
+struct Seat {
+  cpu_set_t cores;
+  int64_t scheduler_group;
+};
+
+// The group in which the kernel shares out time among this process and others, if it has such groups.
+int64_t scheduler_group() {
+  long long number = 0;
+  if (std::FILE* file = std::fopen("/proc/self/autogroup", "r")) {
+    if (std::fscanf(file, "/autogroup-%lld", &number) != 1) number = 0;
+    std::fclose(file);
+  }
+  return number;
+}
 
 void add(std::atomic<double>& sum, double value) {
   double before = sum.load(std::memory_order_relaxed);
@@ -40,13 +54,15 @@ std::string join(const std::vector<int>& ranks) {
 Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& options)
     : transport_(std::move(transport)), options_(options), control_(transport_->open_channel()) {
   const auto local = at(topology().local_size());
-  bells_ = transport_->open_segment(*control_, local * sizeof(Bell));
-  context_ = {number, &topology(), reinterpret_cast<Bell*>(bells_->data()), options_.timeout_seconds};
+  bells_ = transport_->open_segment(*control_, local * (sizeof(Bell) + sizeof(Seat)));
+  context_ = {number, &topology(), reinterpret_cast<Bell*>(bells_->data()), {}, options_.timeout_seconds,
+              options_.stall_seconds};
+  context_.patience = find_patience();
   for (int i = 0; i < std::max(1, options_.threads); ++i) {
     lanes_.push_back(std::make_unique<Lane>());
     lanes_.back()->channel = transport_->open_channel();
   }
-  staging_ = &make_plan("allreduce", {{"data", DType::float64, kStagingBytes / 8}}, Op::sum, false);
+  allreduce_ = std::make_unique<AllreduceCall>(context_, *transport_, *control_);
   if (topology().size == 1) options_.threads = 0;  // nothing to communicate
   for (int i = 0; i < options_.threads; ++i) lanes_[at(i)]->thread = std::thread([this, i] { serve(i); });
 }
@@ -56,6 +72,22 @@ Team::~Team() {
   context_.my_bell().ring();
   for (auto& lane : lanes_)
     if (lane->thread.joinable()) lane->thread.join();
+}
+
+Patience Team::find_patience() {
+  auto* seats = reinterpret_cast<Seat*>(context_.bells + topology().local_size());
+  Seat& mine = seats[topology().local_rank];
+  sched_getaffinity(0, sizeof mine.cores, &mine.cores);
+  mine.scheduler_group = scheduler_group();
+  barrier();
+  cpu_set_t all;
+  CPU_ZERO(&all);
+  bool same_group = true;
+  for (int r = 0; r < topology().local_size(); ++r) {
+    CPU_OR(&all, &all, &seats[r].cores);
+    same_group = same_group && seats[r].scheduler_group == mine.scheduler_group;
+  }
+  return patience_for(topology().local_size(), CPU_COUNT(&all), same_group);
 }
 
 // ---- plans
@@ -119,10 +151,10 @@ void Team::await(Plan& plan, int tensor) {
     return false;
   };
   const double first = std::min(options_.stall_seconds, options_.timeout_seconds);
-  if (!wait_for(context_.my_bell(), first, ready, polling)) {
+  if (!wait_for(context_.patience, context_.my_bell(), first, ready, polling)) {
     const double rest = options_.timeout_seconds - first;
     if (rest > 0) report_stall(plan, tensor);
-    if (rest <= 0 || !wait_for(context_.my_bell(), rest, ready, polling))
+    if (rest <= 0 || !wait_for(context_.patience, context_.my_bell(), rest, ready, polling))
       throw Timeout(late(plan, tensor, options_.timeout_seconds));
   }
 }
@@ -188,7 +220,7 @@ void Team::serve(int lane) {
     return (lane == 0 && complete_async()) || advanced || stopping_;
   };
   try {
-    while (!stopping_) wait_for(context_.my_bell(), 3600, ready, [&] { return network_is_busy(lane); });
+    while (!stopping_) wait_for(context_.patience, context_.my_bell(), 3600, ready, [&] { return network_is_busy(lane); });
   } catch (const std::exception& e) {
     fail(std::current_exception(), e.what());
   }
@@ -282,11 +314,14 @@ void Team::allreduce(void* data, int64_t count, DType dtype, Op op) {
   const bool mean = op == Op::mean;
   if (mean && (dtype == DType::int32 || dtype == DType::int64))
     throw Error("The mean of integers is not an integer. Expected op sum, min or max.");
-  const int64_t part = kStagingBytes / static_cast<int64_t>(size_of(dtype));
-  for (int64_t begin = 0; begin < count; begin += part) {
-    staging_->reshape(dtype, op, std::min(part, count - begin), count);
-    start(*staging_, 0, static_cast<std::byte*>(data) + begin * static_cast<int64_t>(size_of(dtype)), 1.0);
-    wait(*staging_, 0);
+  throw_if_failed();
+  try {
+    allreduce_->run(data, static_cast<size_t>(count), dtype, op);
+  } catch (const PlanMismatch&) {
+    throw;  // on all ranks, before any data moved: the team can go on
+  } catch (const std::exception& e) {
+    fail(std::current_exception(), e.what());
+    throw;
   }
 }
 
@@ -357,10 +392,10 @@ TeamReport Team::report() const {
   report.steps = steps_;
   report.exposed_seconds = exposed_seconds_;
   report.progress_seconds = progress_seconds_;
+  report.segment_bytes = allreduce_->segment_bytes() / at(topology().local_size());
   const std::lock_guard lock(plans_mutex_);
   for (const auto& plan : plans_) {
     report.segment_bytes += plan->segment_bytes() / at(topology().local_size());
-    if (plan.get() == staging_) continue;
     report.bytes += plan->bytes_reduced;
     report.plan_bytes += plan->layout().nbytes();
   }

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "engine/allreduce_call.hpp"
 #include "engine/plan.hpp"
 #include "transport/transport.hpp"
 
@@ -51,6 +52,9 @@ class Team {
 
   // Collective, and block. Every rank calls them in the same order, one thread at a time.
   void allreduce(void* data, int64_t count, DType dtype, Op op);
+  AllreduceCall& allreduce_call() { return *allreduce_; }
+  // Collective.
+  std::unique_ptr<Channel> open_channel() { return transport_->open_channel(); }
   void broadcast(void* data, size_t nbytes, int root);
   void allgather(const void* in, void* out, const std::vector<size_t>& nbytes_by_rank);
   std::vector<int64_t> allgather_count(int64_t mine);
@@ -88,6 +92,7 @@ class Team {
   void throw_if_failed() const;
   void throw_if_abandoned(const Plan& plan, int tensor, Clock::time_point waiting_since) const;
   void finish(RequestPtr request, const char* what) const;
+  Patience find_patience();
   std::string late(const Plan& plan, int tensor, double seconds) const;
   void report_stall(const Plan& plan, int tensor) const;
 
@@ -100,7 +105,7 @@ class Team {
   std::vector<std::unique_ptr<Lane>> lanes_;
   mutable std::mutex plans_mutex_;
   std::vector<std::unique_ptr<Plan>> plans_;
-  Plan* staging_ = nullptr;  // through which allreduce goes, part by part
+  std::unique_ptr<AllreduceCall> allreduce_;
   std::mutex async_mutex_;
   std::vector<AsyncWait> async_;
   std::atomic<bool> stopping_{false};

@@ -31,6 +31,8 @@ struct Functions {
   int (*Ibcast)(void*, int, Handle, int, Handle, Handle*);
   int (*Iallgatherv)(const void*, int, Handle, void*, const int*, const int*, Handle, Handle, Handle*);
   int (*Ibarrier)(Handle, Handle*);
+  int (*Allreduce)(const void*, void*, int, Handle, Handle, Handle);
+  int (*Iallreduce)(const void*, void*, int, Handle, Handle, Handle, Handle*);
   int (*Test)(Handle*, int*, void*);
   int (*Error_string)(int, char*, int*);
   int (*Finalized)(int*);
@@ -46,6 +48,8 @@ struct Functions {
     bind(module, Ibcast, "MPI_Ibcast");
     bind(module, Iallgatherv, "MPI_Iallgatherv");
     bind(module, Ibarrier, "MPI_Ibarrier");
+    bind(module, Allreduce, "MPI_Allreduce");
+    bind(module, Iallreduce, "MPI_Iallreduce");
     bind(module, Test, "MPI_Test");
     bind(module, Error_string, "MPI_Error_string");
     bind(module, Finalized, "MPI_Finalized");
@@ -147,12 +151,31 @@ class CommunicatorOf final : public Communicator {
     f_.check(f_.Ibarrier(comm_, &request->handle), "MPI_Ibarrier");
     return request;
   }
+  bool can_allreduce(DType dtype, Op op) const override {
+    return constants_.dtypes.count(dtype) != 0 && constants_.ops.count(op) != 0;
+  }
+  void allreduce(void* data, int count, DType dtype, Op op) override {
+    f_.check(f_.Allreduce(in_place(), data, count, handle(constants_.dtypes, dtype), handle(constants_.ops, op), comm_),
+             "MPI_Allreduce");
+  }
+  RequestPtr iallreduce(void* data, int count, DType dtype, Op op) override {
+    auto request = make_request();
+    f_.check(f_.Iallreduce(in_place(), data, count, handle(constants_.dtypes, dtype), handle(constants_.ops, op), comm_,
+                           &request->handle),
+             "MPI_Iallreduce");
+    return request;
+  }
 
  private:
   std::unique_ptr<RequestOf<Handle>> make_request() const {
     return std::make_unique<RequestOf<Handle>>(f_, constants_);
   }
   Handle byte() const { return to_handle<Handle>(constants_.byte); }
+  const void* in_place() const { return reinterpret_cast<const void*>(constants_.in_place); }
+  template <class Key>
+  static Handle handle(const std::map<Key, intptr_t>& handles, Key key) {
+    return to_handle<Handle>(handles.at(key));
+  }
 
   std::shared_ptr<const Functions<Handle>> functions_;
   const Functions<Handle>& f_;

@@ -5,10 +5,12 @@
 // MPICH family, a pointer in Open MPI).
 #pragma once
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "common/dtype.hpp"
 #include "transport/transport.hpp"
 
 namespace keras_hpc::mpi {
@@ -18,6 +20,9 @@ struct Constants {
   intptr_t byte;           // MPI_BYTE
   intptr_t errors_return;  // MPI_ERRORS_RETURN
   intptr_t status_ignore;  // MPI_STATUS_IGNORE
+  intptr_t in_place;       // MPI_IN_PLACE
+  std::map<DType, intptr_t> dtypes;  // those that MPI has
+  std::map<Op, intptr_t> ops;
 };
 
 // A communicator, owned: freed with the object unless MPI has already been finalized.
@@ -33,6 +38,10 @@ class Communicator {
   virtual RequestPtr broadcast(void* data, int count, int root) = 0;
   virtual RequestPtr allgather(const void* in, int count, void* out, std::vector<int> counts) = 0;
   virtual RequestPtr barrier() = 0;
+  virtual bool can_allreduce(DType dtype, Op op) const = 0;
+  // In place.
+  virtual void allreduce(void* data, int count, DType dtype, Op op) = 0;
+  virtual RequestPtr iallreduce(void* data, int count, DType dtype, Op op) = 0;
 };
 
 // Collective: duplicates the communicator `handle` of the library behind `module_path` (mpi4py.MPI.__file__).

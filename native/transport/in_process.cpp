@@ -45,10 +45,10 @@ struct Receive final : Request {
       found->second.pop_front();
       if (found->second.empty()) world.mailboxes.erase(found);
     }
-    if (message.size() != nbytes)
-      throw Error("A message of " + std::to_string(message.size()) + " bytes arrived where " + std::to_string(nbytes) +
-                  " bytes were expected.");
-    if (nbytes > 0) std::memcpy(data, message.data(), nbytes);
+    if (message.size() > nbytes)
+      throw Error("A message of " + std::to_string(message.size()) + " bytes arrived where at most " +
+                  std::to_string(nbytes) + " bytes were expected.");
+    if (!message.empty()) std::memcpy(data, message.data(), message.size());
     return true;
   }
 };

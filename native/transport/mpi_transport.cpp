@@ -69,6 +69,16 @@ class MpiChannel final : public Channel {
     return std::make_unique<InParts>(std::move(parts));
   }
   RequestPtr barrier() override { return comm_->barrier(); }
+  bool can_allreduce(DType dtype, Op op) const override { return comm_->can_allreduce(dtype, op); }
+  void allreduce(void* data, size_t count, DType dtype, Op op) override {
+    constexpr size_t part = size_t{1} << 28;
+    for (size_t begin = 0; begin < count; begin += part)
+      comm_->allreduce(static_cast<std::byte*>(data) + begin * size_of(dtype),
+                       static_cast<int>(std::min(part, count - begin)), dtype, op);
+  }
+  RequestPtr iallreduce(void* data, size_t count, DType dtype, Op op) override {
+    return comm_->iallreduce(data, checked_count(count), dtype, op);
+  }
 
  private:
   void broadcast_parts(std::deque<RequestPtr>& parts, void* data, size_t nbytes, int root) {

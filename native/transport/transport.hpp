@@ -7,6 +7,8 @@
 #include <memory>
 #include <vector>
 
+#include "common/dtype.hpp"
+#include "common/error.hpp"
 #include "transport/segment.hpp"
 #include "transport/topology.hpp"
 
@@ -27,12 +29,17 @@ class Channel {
  public:
   virtual ~Channel() = default;
   virtual RequestPtr send(const void* data, size_t nbytes, int peer, int tag) = 0;
+  // The message may be shorter than `nbytes`, not longer.
   virtual RequestPtr receive(void* data, size_t nbytes, int peer, int tag) = 0;
 
   // Collective, each called by all ranks of the team in the same order.
   virtual RequestPtr broadcast(void* data, size_t nbytes, int root) = 0;
   virtual RequestPtr allgather(const void* in, void* out, const std::vector<size_t>& nbytes_by_rank) = 0;
   virtual RequestPtr barrier() = 0;
+  // The MPI library's own allreduce, in place. `op` is not mean. Whoever has none cannot do it.
+  virtual bool can_allreduce(DType, Op) const { return false; }
+  virtual void allreduce(void*, size_t, DType, Op) { throw Error("This transport has no allreduce of its own."); }
+  virtual RequestPtr iallreduce(void*, size_t, DType, Op) { throw Error("This transport has no iallreduce."); }
 };
 
 class Transport {

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// Times ways to allreduce one buffer of float32, for `python -m keras_hpc bench` and for choosing among them.
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/team.hpp"
+
+namespace keras_hpc {
+
+class Stopwatch {
+ public:
+  // Collective. `tensors` > 0: also as so many tensors of about equal size, packed and unpacked ("fusion").
+  Stopwatch(Team& team, size_t nbytes, int tensors);
+  ~Stopwatch();
+  Stopwatch(const Stopwatch&) = delete;
+
+  // What is timed:
+  //   private        an array of the process, on the path that the engine chooses
+  //   segment        an array of keras_hpc.empty, likewise
+  //   fusion         a plan of many tensors: start each, wait for each
+  //   mpi            MPI_Allreduce in place
+  //   mpi fusion     pack, MPI_Allreduce in place, unpack
+  //   mpi nonblocking  MPI_Iallreduce in place, tested until done
+  //   floor          b = a += b for half of the elements: what an allreduce of two ranks must move, without any waiting
+  // and "private PATH" or "segment PATH" for a path of one's choice (slot, push, staged, library).
+  bool can(const std::string& way) const;
+
+  // Collective. Runs it once on known values; false if the result is wrong.
+  bool verify(const std::string& way);
+
+  // Collective. Seconds that one operation takes on this rank, `repeats` times. Each rank rewrites its data before
+  // every operation, outside the measured time: a gradient is new each time. Operations on less than `kBatchBytes` are
+  // timed many in a row, and the time of rewriting alone is taken off.
+  std::vector<double> time(const std::string& way, int repeats);
+
+  static constexpr size_t kBatchBytes = size_t{16} << 10;
+
+ private:
+  struct Memory;
+  void run(const std::string& way);
+  float* data_of(const std::string& way) const;
+  void rewrite(float* data, float value) const;
+  void meet();
+
+  Team& team_;
+  size_t count_;
+  std::unique_ptr<Memory> memory_;
+  Plan* plan_ = nullptr;
+  std::unique_ptr<Channel> channel_;
+  float value_ = 0;
+};
+
+}  // namespace keras_hpc
