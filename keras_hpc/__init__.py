@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One line, `keras_hpc.init()`, turns a Keras 3 script into a data-parallel MPI job."""
 
+import importlib as _importlib
 import importlib.util as _util
+import typing as _typing
 
 if _util.find_spec("keras_hpc._native") is None:
     raise ImportError(
@@ -10,8 +12,7 @@ if _util.find_spec("keras_hpc._native") is None:
         f"root unless you installed with `pip install -e`. Received: keras_hpc from {__path__[0]}"
     )
 
-from keras_hpc import callbacks
-from keras_hpc.collectives import allgather, allreduce, average, barrier, broadcast, check_replicas
+from keras_hpc.collectives import allgather, allreduce, average, barrier, broadcast, check_replicas, empty
 from keras_hpc.errors import (
     CommunicationError,
     CommunicationTimeoutError,
@@ -51,6 +52,7 @@ __all__ = [
     "broadcast",
     "callbacks",
     "check_replicas",
+    "empty",
     "finalize",
     "init",
     "is_initialized",
@@ -62,3 +64,11 @@ __all__ = [
     "rank",
     "size",
 ]
+
+if not _typing.TYPE_CHECKING:
+
+    def __getattr__(name: str):
+        """Imports `callbacks` when it is asked for: it needs Keras, and `python -m keras_hpc bench` does not."""
+        if name == "callbacks":
+            return _importlib.import_module("keras_hpc.callbacks")
+        raise AttributeError(f"module 'keras_hpc' has no attribute {name!r}")

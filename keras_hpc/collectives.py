@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,33 @@ from keras_hpc.teams import Team, TensorSpec
 _OPS = ("mean", "sum", "min", "max")
 
 
-def allreduce(x: Any, op: str = "mean", team: int = 0) -> Any:
+def empty(shape: int | tuple[int, ...], dtype: Any = "float32", team: int = 0) -> np.ndarray:
+    """Returns an array of zeros that the other ranks of the node can reach. Collective.
+
+    `allreduce(x, out=x)` of such an array, or of a part of it that begins and ends at the same elements on every rank,
+    needs no copy: each rank reduces a part of all arrays in place. The memory is freed with the array.
+
+    Args:
+        shape: the same on all ranks.
+        dtype: any dtype, the same on all ranks.
+        team: number of the team that will reduce it.
+
+    Raises:
+        PlanMismatchError: ranks call with different shapes or dtypes.
+        CommunicationError: the memory cannot be had.
+    """
+    shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+    kind = np.dtype(dtype)
+    members = _team(team)
+    members.agree("The shapes and dtypes for keras_hpc.empty", [f"{shape} {kind}"])
+    count = math.prod(shape)
+    if count == 0:
+        return np.empty(shape, kind)
+    array: np.ndarray = members.native.empty(count * kind.itemsize).view(kind).reshape(shape)
+    return array
+
+
+def allreduce(x: Any, op: str = "mean", team: int = 0, out: np.ndarray | None = None) -> Any:
     """Reduces a value over all ranks. Collective.
 
     Args:
@@ -26,10 +53,11 @@ def allreduce(x: Any, op: str = "mean", team: int = 0) -> Any:
             equal shape, dtype and op must not run at the same time.
         op: "mean" (of floats), "sum", "min" or "max".
         team: number of the team whose ranks take part.
+        out: a contiguous array of the shape and dtype of `x` for the result; `x` itself reduces in place.
 
     Returns:
-        The result, of the kind of `x`: a number for a number, an array for an array, a tensor for a tensor. Sums are
-        taken in rank order, so all ranks get the same bits.
+        `out` if given. Else the result, of the kind of `x`: a number for a number, an array for an array, a tensor for
+        a tensor. Sums are taken in rank order, so all ranks get the same bits.
 
     Raises:
         ValueError: unknown `op` or `team`.
@@ -45,19 +73,18 @@ def allreduce(x: Any, op: str = "mean", team: int = 0) -> Any:
         spec = TensorSpec("x", tuple(x.shape), dtype)
         plan = members.plan(f"allreduce {op} {spec.shape} {spec.dtype}", [spec], op=op, weighted=False)
         return backend.reduce(plan, [x])[0]
-    array = _array(x, copy=True)
+    array = _array(x, copy=True) if out is None else _given(x, out)
     if op == "mean" and array.dtype.kind in "iu":
         if not isinstance(x, int):
             _check_dtype(array)
-            members.allreduce(array, "sum")  # where other ranks gave something else, all are told so
+            members.allreduce(array.copy(), "sum")  # where other ranks gave something else, all are told so
             raise TypeError(
                 f"The mean of integers is not an integer. Expected floats, or op='sum', 'min' or 'max'. Received: {x!r}"
             )
         array = array.astype(np.float64)
     _check_dtype(array)
-    if array.size:
-        members.allreduce(array, op)
-    return _like(x, array)
+    members.allreduce(array, op)
+    return _like(x, array) if out is None else out
 
 
 def broadcast(x: Any, root: int = 0, team: int = 0) -> Any:
@@ -179,6 +206,23 @@ def _array(x: Any, *, copy: bool = False) -> np.ndarray:
         return np.array(x, order="C", copy=copy or None)
     array = backends.current().to_numpy(x)
     return np.array(array, order="C", copy=copy or None)
+
+
+def _given(x: Any, out: Any) -> np.ndarray:
+    """Returns `out`, holding `x`."""
+    if not isinstance(out, np.ndarray) or not out.flags.c_contiguous or not out.flags.writeable:
+        raise TypeError(f"`out` takes the result. Expected a writeable C-contiguous NumPy array. Received: {type(out)}")
+    array: np.ndarray = out
+    if x is out:
+        return array
+    given = _array(x)
+    if given.shape != array.shape or given.dtype != array.dtype:
+        raise ValueError(
+            f"`out` takes the result. Expected shape {given.shape} and dtype {given.dtype}. "
+            f"Received: shape {array.shape} and dtype {array.dtype}"
+        )
+    array[...] = given
+    return array
 
 
 def _check_dtype(array: np.ndarray) -> None:

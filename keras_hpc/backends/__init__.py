@@ -17,8 +17,6 @@ import importlib
 from pathlib import Path
 from types import ModuleType
 
-import keras
-
 _SUPPORTED = ("tensorflow", "jax")
 
 
@@ -28,6 +26,8 @@ def current() -> ModuleType:
     Raises:
         RuntimeError: keras_hpc has no module for this backend.
     """
+    import keras
+
     name = keras.config.backend()
     if name not in _SUPPORTED:
         raise RuntimeError(

@@ -85,9 +85,14 @@ PyPlan make_plan(const PyTeam& team, const std::string& name, const std::vector<
   return {&team, &plan, registry::add(&team.get(), &plan)};
 }
 
-void allreduce(const PyTeam& team, const Bytes& data, const std::string& dtype, const std::string& op) {
+void allreduce(const PyTeam& team, const Bytes& data, const std::string& dtype, const std::string& op,
+               const std::string& path) {
   const DType type = parse_dtype(dtype);
-  team.get().allreduce(data.data(), static_cast<int64_t>(data.size() / size_of(type)), type, parse_op(op));
+  const size_t count = data.size() / size_of(type);
+  if (path.empty())
+    team.get().allreduce(data.data(), static_cast<int64_t>(count), type, parse_op(op));
+  else
+    team.get().allreduce_call().run(data.data(), count, type, parse_op(op), parse_path(path));
 }
 
 void allgather(const PyTeam& team, const ConstBytes& in, const Bytes& out, const std::vector<int64_t>& counts) {
@@ -181,7 +186,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("threads", [](const PyTeam& team) { return team.get().threads(); })
       .def("plan", &make_plan, release, "name"_a, "tensors"_a, "op"_a, "weighted"_a, nb::keep_alive<0, 1>(),
            "Collective: a plan for tensors (name, dtype, count).")
-      .def("allreduce", &allreduce, release, "data"_a.noconvert(), "dtype"_a, "op"_a)
+      .def("allreduce", &allreduce, release, "data"_a.noconvert(), "dtype"_a, "op"_a, "path"_a = "")
       .def(
           "broadcast",
           [](const PyTeam& team, const Bytes& data, int root) { team.get().broadcast(data.data(), data.size(), root); },

@@ -61,6 +61,12 @@ const char* name_of(Path path) {
   return names[static_cast<size_t>(path)];
 }
 
+Path parse_path(const std::string& name) {
+  for (const Path path : {Path::slot, Path::push, Path::staged, Path::library})
+    if (name == name_of(path)) return path;
+  throw Error("Unknown path of an allreduce. Expected slot, push, staged or library. Received: " + name);
+}
+
 // Two of them take turns: a rank writes the one of call k again in call k + 2, and by then all others have posted call
 // k + 1, which they do after they have read that of call k.
 struct alignas(64) AllreduceCall::Post {

@@ -28,6 +28,7 @@ namespace keras_hpc {
 
 enum class Path { slot, push, staged, library };
 const char* name_of(Path path);
+Path parse_path(const std::string& name);
 
 class AllreduceCall {
  public:

@@ -55,6 +55,33 @@ def test_allreduce_dtypes(dtype):
     np.testing.assert_array_equal(x.astype(np.float64), np.arange(50).reshape(5, 10))  # not in place
 
 
+def test_arrays_that_all_ranks_of_a_node_reach():
+    x = keras_hpc.empty((300, 1001))
+    assert x.dtype == np.float32
+    for step in range(3):
+        x[...] = rank + step
+        assert keras_hpc.allreduce(x, op="sum", out=x) is x
+        assert np.all(x == sum(range(step, step + size)))
+    part = x[10:20]  # a part of it, and a private result
+    out = np.empty_like(part)
+    x[...] = rank
+    assert keras_hpc.allreduce(part, out=out) is out
+    assert np.all(out == (size - 1) / 2)
+    assert np.all(x == rank)
+    assert keras_hpc.allreduce(part, out=part) is part
+    assert np.all(part == (size - 1) / 2)
+    assert np.all(x[:10] == rank)
+    assert np.all(x[20:] == rank)
+    assert keras_hpc.empty((2, 0), "int64", team=1).shape == (2, 0)
+    with pytest.raises(TypeError, match="Expected a writeable"):
+        keras_hpc.allreduce(x, out=x[:, ::2])
+    with pytest.raises(ValueError, match=r"Expected shape \(300, 1001\)"):
+        keras_hpc.allreduce(x, out=np.empty(3, np.float32))
+    if size > 1:
+        with pytest.raises(keras_hpc.PlanMismatchError, match="shapes and dtypes"):
+            keras_hpc.empty(3 + rank)
+
+
 def test_allreduce_keeps_the_kind():
     assert keras_hpc.allreduce(rank + 1, op="sum") == size * (size + 1) // 2
     assert keras_hpc.allreduce(float(rank)) == pytest.approx((size - 1) / 2)

@@ -1,0 +1,95 @@
+"""Ranks as threads of one process: what the engine's tests start, feed and compare."""
+
+import concurrent.futures
+import contextlib
+import threading
+
+import ml_dtypes
+import numpy as np
+
+from keras_hpc import _native
+
+NODES = {
+    "1 rank": [0],
+    "2 on 1": [0, 0],
+    "3 on 1": [0, 0, 0],
+    "5 on 1": [0] * 5,
+    "2 x 1": [0, 1],
+    "3 x 1": [0, 1, 2],
+    "5 x 1": [0, 1, 2, 3, 4],
+    "2 x 2": [0, 0, 1, 1],
+    "2 x 2 interleaved": [0, 1, 0, 1],
+    "2 + 1": [0, 0, 1],
+    "1 + 3": [0, 1, 1, 1],
+    "3 + 2 + 2 scattered": [0, 1, 2, 0, 1, 2, 0],
+    "8 x 2": [i // 2 for i in range(16)],
+    "4 x 4": [i % 4 for i in range(16)],
+}
+DTYPES = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+    "float64": np.float64,
+    "int32": np.int32,
+    "int64": np.int64,
+}
+EPSILON = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6, "float64": 1e-14, "int32": 0, "int64": 0}
+
+
+def run(nodes, work, threads=1, timeout=20.0):
+    """Calls work(team, rank) on one thread per rank; returns the results in rank order."""
+    transports = _native.in_process_transports(nodes)
+    everyone = threading.Barrier(len(nodes))
+
+    def rank_main(rank):
+        team = _native.Team(transports[rank], 0, threads, timeout, timeout)
+        with contextlib.closing(team):
+            result = work(team, rank)
+            everyone.wait(30)  # a team is closed by all ranks together
+            return result
+
+    with concurrent.futures.ThreadPoolExecutor(len(nodes)) as pool:
+        futures = [pool.submit(rank_main, rank) for rank in range(len(nodes))]
+        return [future.result(60) for future in futures]
+
+
+def as_bytes(array):
+    return array.reshape(-1).view(np.uint8)
+
+
+def data_of(rank, counts, dtypes, step=0):
+    rng = np.random.default_rng(1000 * step + rank)
+    return [
+        (rng.integers(-50, 50, n) if "int" in dtype else rng.normal(size=n)).astype(DTYPES[dtype])
+        for n, dtype in zip(counts, dtypes, strict=True)
+    ]
+
+
+def reduce_plan(team, arrays, dtypes, op, weighted, weight, plan=None, order=None):
+    if plan is None:
+        specs = [(f"t{i}", dtype, a.size) for i, (a, dtype) in enumerate(zip(arrays, dtypes, strict=True))]
+        plan = team.plan("test", specs, op, weighted)
+    for i in order if order is not None else range(len(arrays)):
+        plan.start(i, as_bytes(arrays[i]), weight)
+    for i in range(len(arrays)):
+        plan.wait(i)
+    return plan
+
+
+def expected(all_arrays, op, weights=None):
+    stack = np.stack([np.asarray(a, np.float64) for a in all_arrays])
+    if op == "mean":
+        return np.average(stack, axis=0, weights=weights) if stack.size else stack[0]
+    return {"sum": np.sum, "min": np.min, "max": np.max}[op](stack, axis=0)
+
+
+def check(results, nodes, counts, dtypes, op, weights=None, step=0):
+    inputs = [data_of(rank, counts, dtypes, step) for rank in range(len(nodes))]
+    for i, dtype in enumerate(dtypes):
+        want = expected([arrays[i] for arrays in inputs], op, weights)
+        got = [np.asarray(arrays[i], np.float64) for arrays in results]
+        scale = np.maximum(np.max(np.abs([np.asarray(a[i], np.float64) for a in inputs]), axis=0), 1e-30)
+        factor = 1 if op in ("min", "max") else len(nodes)
+        assert np.all(np.abs(got[0] - want) <= EPSILON[dtype] * factor * scale), (i, dtype)
+        for rank in range(1, len(nodes)):
+            assert results[rank][i].tobytes() == results[0][i].tobytes(), f"rank {rank} differs from rank 0"
