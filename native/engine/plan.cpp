@@ -58,6 +58,11 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
   for (const TensorSpec& tensor : tensors_)
     if (op == Op::mean && (tensor.dtype == DType::int32 || tensor.dtype == DType::int64))
       throw Error("The mean of integers is not an integer. Expected op sum, min or max for '" + tensor.name + "'.");
+  for (const Bucket& bucket : layout_.buckets()) {
+    int held = 0;
+    for (int t = bucket.first; t <= bucket.last; ++t) held += !layout_.part(t, {bucket.begin, bucket.end}).empty();
+    tensors_in_bucket_.push_back(held);
+  }
   if (topology_.size == 1) return;  // the result is the tensor
   const auto local = at(topology_.local_size());
   const size_t control_bytes = pages(local * sizeof(Shared) + 2 * at(lanes) * local * sizeof(Counter));
@@ -72,7 +77,7 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
 
 // ---- the execution, from the threads of the framework
 
-void Plan::start(int tensor, void* data, double weight) {
+bool Plan::start(int tensor, void* data, double weight) {
   {
     const std::lock_guard lock(mutex_);
     if (!active_) begin(weight);
@@ -81,7 +86,7 @@ void Plan::start(int tensor, void* data, double weight) {
     states_[at(tensor)] = State::started;
     data_[at(tensor)] = static_cast<std::byte*>(data);
   }
-  if (topology_.size > 1) pack(tensor);
+  return topology_.size > 1 && pack(tensor);
 }
 
 void Plan::begin(double weight) {
@@ -99,10 +104,7 @@ void Plan::begin(double weight) {
     shared_[topology_.local_rank].weight = weight;
   }
   for (size_t b = 0; b < layout_.buckets().size(); ++b) {
-    const Bucket& bucket = layout_.buckets()[b];
-    int held = 0;
-    for (int t = bucket.first; t <= bucket.last; ++t) held += !layout_.part(t, {bucket.begin, bucket.end}).empty();
-    unpacked_tensors_[b].store(held, std::memory_order_relaxed);
+    unpacked_tensors_[b].store(tensors_in_bucket_[b], std::memory_order_relaxed);
     is_packed_[b] = 0;
   }
   std::fill(packed_front_.begin(), packed_front_.end(), 0);
@@ -112,7 +114,8 @@ void Plan::begin(double weight) {
   step_.fetch_add(1, std::memory_order_seq_cst);
 }
 
-void Plan::pack(int tensor) {
+bool Plan::pack(int tensor) {
+  bool completed = false;
   const auto [first, last] = layout_.buckets_of(tensor);
   const int me = topology_.local_rank;
   for (int b = first; b < last; ++b) {
@@ -128,8 +131,11 @@ void Plan::pack(int tensor) {
       else
         std::memcpy(to, from, part.size());
     }
-    if (unpacked_tensors_[at(b)].fetch_sub(1, std::memory_order_acq_rel) == 1) bucket_is_packed(b);
+    if (unpacked_tensors_[at(b)].fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
+    bucket_is_packed(b);
+    completed = true;
   }
+  return completed;
 }
 
 void Plan::bucket_is_packed(int b) {
@@ -152,6 +158,11 @@ uint64_t Plan::target(const Bucket& bucket) const {
   return (step_ - 1) * layout_.buckets_of_lane(bucket.lane).size() + static_cast<uint64_t>(bucket.number) + 1;
 }
 
+void Plan::check_started(int tensor) const {
+  const std::lock_guard lock(mutex_);
+  if (states_[at(tensor)] != State::started) throw Error(describe(tensor) + " was waited for but not started.");
+}
+
 bool Plan::is_reduced(int tensor) const {
   if (topology_.size == 1) return true;
   const auto [first, last] = layout_.buckets_of(tensor);
@@ -165,11 +176,6 @@ bool Plan::is_reduced(int tensor) const {
 }
 
 void Plan::finish(int tensor) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (states_[at(tensor)] != State::started) throw Error(describe(tensor) + " was waited for but not started.");
-    states_[at(tensor)] = State::finished;
-  }
   if (topology_.size > 1) {
     const auto [first, last] = layout_.buckets_of(tensor);
     for (int b = first; b < last; ++b)
@@ -183,6 +189,7 @@ void Plan::finish(int tensor) {
       }
   }
   const std::lock_guard lock(mutex_);
+  states_[at(tensor)] = State::finished;
   if (++finished_ < layout_.tensor_count()) return;
   active_ = false;
   bytes_reduced += layout_.nbytes();

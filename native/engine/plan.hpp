@@ -34,7 +34,9 @@ class Plan {
        int lanes, Transport& transport, Channel& control);
 
   // One execution: start of every tensor, then, once is_reduced, finish of every tensor. Thread-safe.
-  void start(int tensor, void* data, double weight);
+  // True if a bucket is complete with it.
+  bool start(int tensor, void* data, double weight);
+  void check_started(int tensor) const;
   bool is_reduced(int tensor) const;
   void finish(int tensor);
 
@@ -76,7 +78,7 @@ class Plan {
   };
 
   void begin(double weight);
-  void pack(int tensor);
+  bool pack(int tensor);
   void bucket_is_packed(int bucket);
   bool know_weights(LaneState& lane, uint64_t step, Channel& channel);
   void use_weights(LaneState& lane) const;
@@ -109,6 +111,7 @@ class Plan {
   std::vector<std::byte*> data_;
   enum class State : char { idle, started, finished };
   std::vector<State> states_;
+  std::vector<int> tensors_in_bucket_;
   std::vector<std::atomic<int>> unpacked_tensors_;  // [bucket] tensors not packed yet
   std::mutex pack_mutex_;
   std::vector<char> is_packed_;       // [bucket]

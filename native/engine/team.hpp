@@ -73,6 +73,7 @@ class Team {
     std::unique_ptr<Channel> channel;
     std::mutex mutex;  // held by whoever makes progress on this lane
     std::thread thread;
+    std::vector<Plan*> plans;  // of the team, as far as the lane knows
   };
   struct AsyncWait {
     Plan* plan;
@@ -105,6 +106,7 @@ class Team {
   std::vector<std::unique_ptr<Lane>> lanes_;
   mutable std::mutex plans_mutex_;
   std::vector<std::unique_ptr<Plan>> plans_;
+  std::atomic<size_t> plan_count_{0};
   std::unique_ptr<AllreduceCall> allreduce_;
   std::mutex async_mutex_;
   std::vector<AsyncWait> async_;
