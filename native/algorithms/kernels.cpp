@@ -111,8 +111,7 @@ KHPC_INLINE void reduce_two(const T* x, const T* y, double scale, T* out, T* cop
   const W factor = static_cast<W>(scale);
   if (copy == nullptr) {
 #pragma GCC ivdep
-    for (size_t i = 0; i < count; ++i)
-      narrow(static_cast<W>(combine<op>(widen(x[i]), widen(y[i])) * factor), out[i]);
+    for (size_t i = 0; i < count; ++i) narrow(static_cast<W>(combine<op>(widen(x[i]), widen(y[i])) * factor), out[i]);
   } else {
 #pragma GCC ivdep
     for (size_t i = 0; i < count; ++i) {
@@ -196,6 +195,24 @@ KHPC_CLONES void accumulate(DType dtype, Op op, void* a, const void* b, size_t c
   dispatch(dtype, op, [&](auto element, auto which) __attribute__((always_inline)) {
     accumulate_as<decltype(element), decltype(which)::value>(a, b, count);
   });
+}
+
+KHPC_CLONES void copy_shared(void* to, const void* from, size_t nbytes) {
+  using Line = int64_t __attribute__((vector_size(64), aligned(1), may_alias));
+  auto* out = static_cast<std::byte*>(to);
+  const auto* in = static_cast<const std::byte*>(from);
+  size_t i = 0;
+  for (; i + 256 <= nbytes; i += 256) {
+    const Line a = *reinterpret_cast<const Line*>(in + i);
+    const Line b = *reinterpret_cast<const Line*>(in + i + 64);
+    const Line c = *reinterpret_cast<const Line*>(in + i + 128);
+    const Line d = *reinterpret_cast<const Line*>(in + i + 192);
+    *reinterpret_cast<Line*>(out + i) = a;
+    *reinterpret_cast<Line*>(out + i + 64) = b;
+    *reinterpret_cast<Line*>(out + i + 128) = c;
+    *reinterpret_cast<Line*>(out + i + 192) = d;
+  }
+  if (i < nbytes) std::memcpy(out + i, in + i, nbytes - i);
 }
 
 void copy_streaming(void* to, const void* from, size_t nbytes) {

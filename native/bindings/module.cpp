@@ -134,11 +134,15 @@ NB_MODULE(_native, m) {
   nb::class_<Transport>(m, "Transport");
   m.def(
       "mpi_transport",
-      [](const std::string& module_path, int handle_size, intptr_t comm, const std::map<std::string, intptr_t>& constants,
-         const std::map<std::string, intptr_t>& dtypes, const std::map<std::string, intptr_t>& ops,
-         const std::vector<int>& node_of_rank) {
-        mpi::Constants c{constants.at("BYTE"), constants.at("ERRORS_RETURN"), constants.at("STATUS_IGNORE"),
-                         constants.at("IN_PLACE"), {}, {}};
+      [](const std::string& module_path, int handle_size, intptr_t comm,
+         const std::map<std::string, intptr_t>& constants, const std::map<std::string, intptr_t>& dtypes,
+         const std::map<std::string, intptr_t>& ops, const std::vector<int>& node_of_rank) {
+        mpi::Constants c{constants.at("BYTE"),
+                         constants.at("ERRORS_RETURN"),
+                         constants.at("STATUS_IGNORE"),
+                         constants.at("IN_PLACE"),
+                         {},
+                         {}};
         for (const auto& [name, handle] : dtypes) c.dtypes[parse_dtype(name)] = handle;
         for (const auto& [name, handle] : ops) c.ops[parse_op(name)] = handle;
         return make_mpi_transport(mpi::connect(module_path, handle_size, comm, c), node_of_rank);

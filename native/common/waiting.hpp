@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a thread waits for another rank of its node: a short spin, then sleep in the kernel (futex). Where ranks outnumber
-// the cores, it does not spin but yields a few times, if that can help.
+// How a thread waits for another rank of its node: a short spin, then sleep in the kernel (futex). Where ranks
+// outnumber the cores, it does not spin but yields a few times, if that can help.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -40,8 +40,8 @@ struct Patience {
 };
 
 // The patience of ranks that share a node's cores; `same_scheduler_group` of all of them. MPICH's launcher gives each
-// rank a session of its own, and with the kernel's autogroup scheduling sched_yield then yields to nobody: there, waiting
-// by yielding is a thousand times slower than sleeping.
+// rank a session of its own, and with the kernel's autogroup scheduling sched_yield then yields to nobody: there,
+// waiting by yielding is a thousand times slower than sleeping.
 Patience patience_for(int ranks, int cores, bool same_scheduler_group);
 
 void yield();

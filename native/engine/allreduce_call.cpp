@@ -91,10 +91,11 @@ AllreduceCall::AllreduceCall(const TeamContext& team, Transport& transport, Chan
   const auto local = at(topology_.local_size());
   const size_t counters = rounded(local * sizeof(Counters), kPage);
   const size_t posts = 2 * local * (sizeof(Post) + kSlotBytes);
-  segment_ = transport.open_segment(control, counters + posts + (local > 1 ? 2 * local * kStageBytes : 0));
+  segment_ = transport.open_segment(
+      control, counters + posts + kPage + (local > 1 ? 2 * local * Area::stride_for(kStageBytes) : 0));
   counters_ = reinterpret_cast<Counters*>(segment_->data());
   posts_ = segment_->data() + counters;
-  stages_ = posts_ + posts;
+  stages_ = posts_ + posts + kPage / 2;
 }
 
 AllreduceCall::~AllreduceCall() = default;
@@ -110,7 +111,11 @@ std::byte* AllreduceCall::payload(int local_rank, size_t nbytes) const {
 }
 
 std::byte* AllreduceCall::stage_of(int local_rank, uint64_t call) const {
-  return stages_ + ((call & 1) * at(topology_.local_size()) + at(local_rank)) * kStageBytes;
+  return stages_ + ((call & 1) * at(topology_.local_size()) + at(local_rank)) * Area::stride_for(kStageBytes);
+}
+
+std::byte* AllreduceCall::result_of(int owner, uint64_t call) const {
+  return stage_of((owner + 1) % topology_.local_size(), call);
 }
 
 // ---- areas
@@ -198,14 +203,13 @@ void AllreduceCall::post(int64_t signature, int64_t place, const void* data, siz
   Post& mine = post_of(topology_.local_rank);
   mine.signature = signature;
   mine.place = place;
-  if (nbytes > 0) std::memcpy(payload(topology_.local_rank, nbytes), data, nbytes);
+  if (nbytes > 0) copy_shared(payload(topology_.local_rank, nbytes), data, nbytes);
   mine.call.store(call_, std::memory_order_release);
   team_.ring_node();
 }
 
 void AllreduceCall::meet() {
-  wait_for_ranks(topology_.local_size(), call_,
-                 [&](int r) { return post_of(r).call.load(std::memory_order_acquire); });
+  wait_for_ranks(topology_.local_size(), call_, [&](int r) { return post_of(r).call.load(std::memory_order_acquire); });
   const Post& mine = post_of(topology_.local_rank);
   for (int r = 0; r < topology_.local_size(); ++r) {
     const Post& other = post_of(r);
@@ -297,7 +301,7 @@ bool AllreduceCall::can(Path path, const void* data, size_t count, DType dtype, 
 
 Path AllreduceCall::choose(const void* data, size_t nbytes) const {
   const bool in_area = area_of(data, nbytes) != nullptr;
-  const size_t small = topology_.node_count > 1 ? 8192 : in_area ? 2048 : kSlotBytes;
+  const size_t small = topology_.node_count > 1 ? 8192 : 1024;
   if (nbytes <= small && topology_.node_count <= kFewNodes) return Path::slot;
   return in_area ? Path::push : Path::staged;
 }
@@ -308,8 +312,9 @@ void AllreduceCall::run(void* data, size_t count, DType dtype, Op op) {
 
 void AllreduceCall::run(void* data, size_t count, DType dtype, Op op, Path path) {
   if (topology_.size == 1) return;
-  const Buffer buffer{static_cast<std::byte*>(data), count, dtype, op, op == Op::mean ? 1.0 / topology_.size : 1.0,
-                      make_signature(path, dtype, op, count)};
+  const Buffer buffer{
+      static_cast<std::byte*>(data),         count, dtype, op, op == Op::mean ? 1.0 / topology_.size : 1.0,
+      make_signature(path, dtype, op, count)};
   if (!can(path, data, count, dtype, op))
     throw Error("An allreduce of " + std::to_string(buffer.nbytes()) + " bytes of this array cannot take the path '" +
                 name_of(path) + "'.");
@@ -335,7 +340,8 @@ void AllreduceCall::slot(const Buffer& b) {
   for (int r = 0; r < topology_.local_size(); ++r) sources_.push_back({payload(r, nbytes), 1.0});
   void* out = b.data;
   const bool alone = topology_.node_count == 1;
-  if (alone || topology_.local_rank == 0) reduce(b.dtype, b.op, sources_.data(), local, false, b.scale, &out, 1, b.count);
+  if (alone || topology_.local_rank == 0)
+    reduce(b.dtype, b.op, sources_.data(), local, false, b.scale, &out, 1, b.count);
   if (alone) return;
 
   // The first rank of each node exchanges the node's result with those of the others; the rest read its answer.
@@ -414,7 +420,7 @@ void AllreduceCall::stage_in(const Chunk& chunk, uint64_t call) {
   for (int owner = 0; owner < topology_.owners; ++owner) {
     const Range slice = slice_of(chunk.nbytes, owner, topology_.owners);
     if (owner != topology_.local_rank && !slice.empty())
-      std::memcpy(mine + slice.begin, chunk.data + slice.begin, slice.size());
+      copy_shared(mine + slice.begin, chunk.data + slice.begin, slice.size());
   }
 }
 
@@ -428,18 +434,20 @@ void AllreduceCall::reduce_stage(const Buffer& b, const Chunk& chunk, uint64_t c
     sources_.push_back({(r == me ? chunk.data : stage_of(r, call)) + slice.begin, 1.0});
   const bool alone = topology_.node_count == 1;
   const bool shared = topology_.local_size() > 1;
-  void* const outs[] = {chunk.data + slice.begin, shared ? stage_of(me, call) + slice.begin : nullptr};
+  // The result replaces what another rank has staged: each line of memory goes from core to core and back, and no
+  // second one does.
+  void* const outs[] = {chunk.data + slice.begin, shared ? result_of(me, call) + slice.begin : nullptr};
   reduce(b.dtype, b.op, sources_.data(), sources_.size(), false, b.scale, outs, alone ? 2 : 1, count);
   if (alone) return;
   across_nodes(outs[0], count, b.dtype, b.op, kDataTag);
-  if (shared) std::memcpy(outs[1], outs[0], slice.size());
+  if (shared) copy_shared(outs[1], outs[0], slice.size());
 }
 
 void AllreduceCall::stage_out(const Chunk& chunk, uint64_t call) {
   for (int owner = 0; owner < topology_.owners; ++owner) {
     const Range slice = slice_of(chunk.nbytes, owner, topology_.owners);
     if (owner != topology_.local_rank && !slice.empty())
-      std::memcpy(chunk.data + slice.begin, stage_of(owner, call) + slice.begin, slice.size());
+      copy_shared(chunk.data + slice.begin, result_of(owner, call) + slice.begin, slice.size());
   }
   consumed(call);
 }

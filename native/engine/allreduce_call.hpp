@@ -79,6 +79,7 @@ class AllreduceCall {
   Post& post_of(int local_rank) const;  // of the current call
   std::byte* payload(int local_rank, size_t nbytes) const;
   std::byte* stage_of(int local_rank, uint64_t call) const;
+  std::byte* result_of(int owner, uint64_t call) const;  // where an owner leaves its slice
   // Begins a call: says what this rank wants.
   void post(int64_t signature, int64_t place, const void* data = nullptr, size_t nbytes = 0);
   // Waits until all ranks of the node have posted; throws PlanMismatch unless all want the same.

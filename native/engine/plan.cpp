@@ -129,7 +129,7 @@ bool Plan::pack(int tensor) {
       if (streaming_)
         copy_streaming(to, from, part.size());
       else
-        std::memcpy(to, from, part.size());
+        copy_shared(to, from, part.size());
     }
     if (unpacked_tensors_[at(b)].fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
     bucket_is_packed(b);
@@ -184,7 +184,7 @@ void Plan::finish(int tensor) {
         const Range part = layout_.part(tensor, Layout::slice(layout_.buckets()[at(b)], owner, topology_.owners));
         if (part.empty()) continue;
         const int result = topology_.local_size() > 1 ? (owner + 1) % topology_.local_size() : 0;
-        std::memcpy(data_[at(tensor)] + (part.begin - layout_.range(tensor).begin), slot(owner, result) + part.begin,
+        copy_shared(data_[at(tensor)] + (part.begin - layout_.range(tensor).begin), slot(owner, result) + part.begin,
                     part.size());
       }
   }

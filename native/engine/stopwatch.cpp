@@ -52,8 +52,8 @@ Stopwatch::Stopwatch(Team& team, size_t nbytes, int tensors) : team_(team), coun
   std::vector<TensorSpec> specs;
   const auto n = std::min<size_t>(static_cast<size_t>(tensors), std::max<size_t>(count_, 1));
   for (size_t t = 0; t < n; ++t)
-    specs.push_back({"t" + std::to_string(t), DType::float32,
-                     static_cast<int64_t>(count_ * (t + 1) / n - count_ * t / n)});
+    specs.push_back(
+        {"t" + std::to_string(t), DType::float32, static_cast<int64_t>(count_ * (t + 1) / n - count_ * t / n)});
   plan_ = &team.make_plan("stopwatch " + std::to_string(nbytes), specs, Op::sum, false);
 }
 
@@ -65,7 +65,8 @@ float* Stopwatch::data_of(const std::string& way) const {
 }
 
 bool Stopwatch::can(const std::string& way) const {
-  if (starts_with(way, "mpi")) return channel_->can_allreduce(DType::float32, Op::sum) && (plan_ || way != "mpi fusion");
+  if (starts_with(way, "mpi"))
+    return channel_->can_allreduce(DType::float32, Op::sum) && (plan_ || way != "mpi fusion");
   if (way == "fusion") return plan_ != nullptr;
   if (way.find(' ') == std::string::npos) return true;
   return team_.allreduce_call().can(path_of(way), data_of(way), count_, DType::float32, Op::sum);

@@ -58,7 +58,11 @@ Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& 
     : transport_(std::move(transport)), options_(options), control_(transport_->open_channel()) {
   const auto local = at(topology().local_size());
   bells_ = transport_->open_segment(*control_, local * (sizeof(Bell) + sizeof(Seat)));
-  context_ = {number, &topology(), reinterpret_cast<Bell*>(bells_->data()), {}, options_.timeout_seconds,
+  context_ = {number,
+              &topology(),
+              reinterpret_cast<Bell*>(bells_->data()),
+              {},
+              options_.timeout_seconds,
               options_.stall_seconds};
   context_.patience = find_patience();
   for (int i = 0; i < std::max(1, options_.threads); ++i) {
@@ -223,7 +227,8 @@ void Team::serve(int lane) {
     return (lane == 0 && complete_async()) || advanced || stopping_;
   };
   try {
-    while (!stopping_) wait_for(context_.patience, context_.my_bell(), 3600, ready, [&] { return network_is_busy(lane); });
+    while (!stopping_)
+      wait_for(context_.patience, context_.my_bell(), 3600, ready, [&] { return network_is_busy(lane); });
   } catch (const std::exception& e) {
     fail(std::current_exception(), e.what());
   }

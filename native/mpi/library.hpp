@@ -17,10 +17,10 @@ namespace keras_hpc::mpi {
 
 // Values that differ between MPI libraries, as mpi4py knows them. Handles are sign-extended.
 struct Constants {
-  intptr_t byte;           // MPI_BYTE
-  intptr_t errors_return;  // MPI_ERRORS_RETURN
-  intptr_t status_ignore;  // MPI_STATUS_IGNORE
-  intptr_t in_place;       // MPI_IN_PLACE
+  intptr_t byte;                     // MPI_BYTE
+  intptr_t errors_return;            // MPI_ERRORS_RETURN
+  intptr_t status_ignore;            // MPI_STATUS_IGNORE
+  intptr_t in_place;                 // MPI_IN_PLACE
   std::map<DType, intptr_t> dtypes;  // those that MPI has
   std::map<Op, intptr_t> ops;
 };
