@@ -4,7 +4,7 @@
 import argparse
 import sys
 
-from keras_hpc.cli import doctor
+from keras_hpc.cli import bench, doctor
 
 
 def main() -> int:
@@ -12,6 +12,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m keras_hpc", description="Tools of keras_hpc.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor.add_command(commands)
+    bench.add_command(commands)
     arguments = parser.parse_args()
     status: int = arguments.run(arguments)
     return status

@@ -99,7 +99,7 @@ def connect(comm: Any) -> World:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        started = _ranks_started()
+        started = ranks_started()
         if comm is None and not started:
             return World(None)  # a plain `python train.py` on a machine without MPI: one rank
         raise LaunchError(
@@ -108,7 +108,7 @@ def connect(comm: Any) -> World:
         ) from error
     if comm is None:
         comm = MPI.COMM_WORLD
-        if comm.size == 1 and (started := _ranks_started()):
+        if comm.size == 1 and (started := ranks_started()):
             hint = _SRUN_HINT if "srun" in started else _MPIEXEC_HINT
             raise LaunchError(
                 f"{started}, but the MPI library of this process sees only one: {library_name(None)}. "
@@ -182,7 +182,8 @@ def library_name(world: World | None) -> str:
     return " ".join(name.split("\n")[0].replace("\t", " ").split()).split(", package")[0]
 
 
-def _ranks_started() -> str:
+def ranks_started() -> str:
+    """Says which launcher started several processes, going by the environment; empty if none did."""
     for variable, launcher in _SIZE_VARIABLES.items():
         value = os.environ.get(variable, "")
         if value.isdigit() and int(value) > 1:

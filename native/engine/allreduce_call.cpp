@@ -21,6 +21,8 @@ size_t rounded(size_t nbytes, size_t unit) {
   return (nbytes + unit - 1) / unit * unit;
 }
 
+// Looks at what other ranks have done, before the first one at the clock.
+constexpr int kGlances = 64;
 // Up to this many nodes, each sends what it has to all others at once.
 constexpr int kFewNodes = 8;
 constexpr int kDataTag = 1;
@@ -47,6 +49,14 @@ std::string disagreement(int me, int64_t mine, const std::string& other, int64_t
   return "Ranks disagree on what to reduce: rank " + std::to_string(me) + " asks for the " + describe(mine) + ", " +
          other + " for the " + describe(theirs) + ".";
 }
+
+// Calls a function at the end of a scope, also when an exception ends it.
+template <class F>
+struct AtEnd {
+  explicit AtEnd(F f) : f(std::move(f)) {}
+  ~AtEnd() { f(); }
+  F f;
+};
 
 // Slice `i` of `n`: bounds are multiples of the cache line, counted from the start.
 Range slice_of(size_t nbytes, int i, int n) {
@@ -159,6 +169,11 @@ void AllreduceCall::wait_for_ranks(int ranks, uint64_t target, Value&& value) {
                 ", which has already left the job (it called finalize or reached the end of its script). Do all " +
                 "ranks make the same calls?");
   };
+  for (int i = 0; i < kGlances; ++i) {
+    if (ready()) return;
+    relax();
+  }
+  wake_others();
   const double first = std::min(team_.stall_seconds, team_.timeout_seconds);
   if (wait_for(team_.patience, team_.my_bell(), first, ready, abandoned)) return;
   const int rank = topology_.local_ranks()[at(late)];
@@ -178,13 +193,22 @@ std::string AllreduceCall::late_text() const {
 // Messages from other nodes ring no bell: sleep briefly.
 template <class Ready>
 void AllreduceCall::poll(Ready&& ready, int peer) {
+  wake_others();
   if (!wait_for(team_.patience, team_.my_bell(), team_.timeout_seconds, ready, [] { return true; }))
     throw Timeout(late_text() + "a message from rank " + std::to_string(peer) + ". Do all ranks make the same calls?");
 }
 
+// Looking whether somebody sleeps needs a fence, which waits until this rank's own stores have reached the others. So
+// it comes late: before this rank waits for long itself, and at the end of the call.
+void AllreduceCall::wake_others() {
+  if (!unannounced_) return;
+  unannounced_ = false;
+  team_.ring_node();
+}
+
 void AllreduceCall::hand_out(uint64_t call) {
   counters_[topology_.local_rank].handed_out.store(call, std::memory_order_release);
-  team_.ring_node();
+  unannounced_ = true;
 }
 
 void AllreduceCall::wait_until_handed_out(int owners, uint64_t call) {
@@ -193,7 +217,7 @@ void AllreduceCall::wait_until_handed_out(int owners, uint64_t call) {
 
 void AllreduceCall::consumed(uint64_t call) {
   counters_[topology_.local_rank].consumed.store(call, std::memory_order_release);
-  team_.ring_node();
+  unannounced_ = true;
 }
 
 // ---- what every call begins with
@@ -205,7 +229,7 @@ void AllreduceCall::post(int64_t signature, int64_t place, const void* data, siz
   mine.place = place;
   if (nbytes > 0) copy_shared(payload(topology_.local_rank, nbytes), data, nbytes);
   mine.call.store(call_, std::memory_order_release);
-  team_.ring_node();
+  unannounced_ = true;
 }
 
 void AllreduceCall::meet() {
@@ -273,7 +297,7 @@ void AllreduceCall::compare_nodes(const void* data, size_t nbytes) {
       first.refused_call.store(call_, std::memory_order_relaxed);
     }
     first.compared.store(call_, std::memory_order_release);
-    team_.ring_node();
+    unannounced_ = true;
   } else {
     wait_for_ranks(1, call_, [&](int) { return first.compared.load(std::memory_order_acquire); });
   }
@@ -319,6 +343,7 @@ void AllreduceCall::run(void* data, size_t count, DType dtype, Op op, Path path)
     throw Error("An allreduce of " + std::to_string(buffer.nbytes()) + " bytes of this array cannot take the path '" +
                 name_of(path) + "'.");
   const std::lock_guard lock(mutex_);
+  const AtEnd wake([this] { wake_others(); });
   switch (path) {
     case Path::slot:
       return slot(buffer);

@@ -40,6 +40,7 @@ class AllreduceCall {
   void run(void* data, size_t count, DType dtype, Op op);
   // The same on a path of the caller's choice, the same on all ranks. Throws Error where it cannot be taken.
   void run(void* data, size_t count, DType dtype, Op op, Path path);
+  Path choose(const void* data, size_t nbytes) const;
   bool can(Path path, const void* data, size_t count, DType dtype, Op op) const;
 
   // Collective. The area lives as long as the pointer.
@@ -67,7 +68,6 @@ class AllreduceCall {
     size_t nbytes;
   };
 
-  Path choose(const void* data, size_t nbytes) const;
   std::shared_ptr<Area> area_of(const void* data, size_t nbytes) const;
   bool owns_slice() const { return topology_.local_rank < topology_.owners; }
 
@@ -84,6 +84,7 @@ class AllreduceCall {
   void post(int64_t signature, int64_t place, const void* data = nullptr, size_t nbytes = 0);
   // Waits until all ranks of the node have posted; throws PlanMismatch unless all want the same.
   void meet();
+  void wake_others();
   void hand_out(uint64_t call);
   void wait_until_handed_out(int owners, uint64_t call);
   void consumed(uint64_t call);
@@ -118,6 +119,7 @@ class AllreduceCall {
 
   std::mutex mutex_;  // one call at a time
   uint64_t call_ = 0;
+  bool unannounced_ = false;  // something that others may sleep for
   uint64_t stage_used_[2] = {0, 0};  // the last call that used the stage
   std::vector<Source> sources_;
   std::vector<void*> outs_;

@@ -51,9 +51,9 @@ Stopwatch::Stopwatch(Team& team, size_t nbytes, int tensors) : team_(team), coun
   if (tensors <= 0) return;
   std::vector<TensorSpec> specs;
   const auto n = std::min<size_t>(static_cast<size_t>(tensors), std::max<size_t>(count_, 1));
+  for (size_t t = 0; t <= n; ++t) begins_.push_back(count_ * t / n);
   for (size_t t = 0; t < n; ++t)
-    specs.push_back(
-        {"t" + std::to_string(t), DType::float32, static_cast<int64_t>(count_ * (t + 1) / n - count_ * t / n)});
+    specs.push_back({"t" + std::to_string(t), DType::float32, static_cast<int64_t>(begins_[t + 1] - begins_[t])});
   plan_ = &team.make_plan("stopwatch " + std::to_string(nbytes), specs, Op::sum, false);
 }
 
@@ -72,45 +72,47 @@ bool Stopwatch::can(const std::string& way) const {
   return team_.allreduce_call().can(path_of(way), data_of(way), count_, DType::float32, Op::sum);
 }
 
-void Stopwatch::run(const std::string& way) {
+std::string Stopwatch::chosen(const std::string& way) const {
+  if (way == "fusion") return "plan";
+  const size_t nbytes = count_ * sizeof(float);
+  return name_of(team_.allreduce_call().choose(data_of(way), nbytes));
+}
+
+std::function<void()> Stopwatch::operation(const std::string& way) {
   float* data = data_of(way);
-  if (way == "private" || way == "segment") {
-    team_.allreduce_call().run(data, count_, DType::float32, Op::sum);
-  } else if (way == "mpi") {
-    channel_->allreduce(data, count_, DType::float32, Op::sum);
-  } else if (way == "mpi nonblocking") {
-    const RequestPtr request = channel_->iallreduce(data, count_, DType::float32, Op::sum);
-    while (!request->test()) {
-    }
-  } else if (way == "fusion") {
-    size_t begin = 0;
-    const int n = plan_->layout().tensor_count();
-    for (int t = 0; t < n; ++t) {
-      team_.start(*plan_, t, data + begin, 1.0);
-      begin += static_cast<size_t>(plan_->tensors()[static_cast<size_t>(t)].count);
-    }
-    for (int t = 0; t < n; ++t) team_.wait(*plan_, t);
-  } else if (way == "mpi fusion") {
-    float* packed = memory_->packed.get();
-    size_t begin = 0;
-    for (const TensorSpec& tensor : plan_->tensors()) {
-      std::memcpy(packed + begin, data + begin, static_cast<size_t>(tensor.count) * sizeof(float));
-      begin += static_cast<size_t>(tensor.count);
-    }
-    channel_->allreduce(packed, count_, DType::float32, Op::sum);
-    begin = 0;
-    for (const TensorSpec& tensor : plan_->tensors()) {
-      std::memcpy(data + begin, packed + begin, static_cast<size_t>(tensor.count) * sizeof(float));
-      begin += static_cast<size_t>(tensor.count);
-    }
-  } else if (way == "floor") {
-    float* other = memory_->second.get();
-    const Source sources[] = {{data, 1.0}, {other, 1.0}};
-    void* const outs[] = {data, other};
-    reduce(DType::float32, Op::sum, sources, 2, false, 1.0, outs, 2, (count_ + 1) / 2);
-  } else {
-    team_.allreduce_call().run(data, count_, DType::float32, Op::sum, path_of(way));
-  }
+  AllreduceCall& call = team_.allreduce_call();
+  if (way == "private" || way == "segment") return [=, &call] { call.run(data, count_, DType::float32, Op::sum); };
+  if (way == "mpi") return [=] { channel_->allreduce(data, count_, DType::float32, Op::sum); };
+  if (way == "mpi nonblocking")
+    return [=] {
+      const RequestPtr request = channel_->iallreduce(data, count_, DType::float32, Op::sum);
+      while (!request->test()) {
+      }
+    };
+  if (way == "fusion")
+    return [=] {
+      const int n = plan_->layout().tensor_count();
+      for (int t = 0; t < n; ++t) team_.start(*plan_, t, data + begins_[static_cast<size_t>(t)], 1.0);
+      for (int t = 0; t < n; ++t) team_.wait(*plan_, t);
+    };
+  if (way == "mpi fusion")
+    return [=] {
+      float* packed = memory_->packed.get();
+      for (size_t t = 0; t + 1 < begins_.size(); ++t)
+        std::memcpy(packed + begins_[t], data + begins_[t], (begins_[t + 1] - begins_[t]) * sizeof(float));
+      channel_->allreduce(packed, count_, DType::float32, Op::sum);
+      for (size_t t = 0; t + 1 < begins_.size(); ++t)
+        std::memcpy(data + begins_[t], packed + begins_[t], (begins_[t + 1] - begins_[t]) * sizeof(float));
+    };
+  if (way == "floor")
+    return [=] {
+      float* other = memory_->second.get();
+      const Source sources[] = {{data, 1.0}, {other, 1.0}};
+      void* const outs[] = {data, other};
+      reduce(DType::float32, Op::sum, sources, 2, false, 1.0, outs, 2, (count_ + 1) / 2);
+    };
+  const Path path = path_of(way);
+  return [=, &call] { call.run(data, count_, DType::float32, Op::sum, path); };
 }
 
 void Stopwatch::rewrite(float* data, float value) const {
@@ -126,7 +128,7 @@ bool Stopwatch::verify(const std::string& way) {
   const Topology& topology = team_.topology();
   const auto value = [&](int rank, size_t i) { return static_cast<float>((i * 7 + static_cast<size_t>(rank)) % 64); };
   for (size_t i = 0; i < count_; ++i) data[i] = value(topology.rank, i);
-  run(way);
+  operation(way)();
   bool correct = true;
   for (size_t i = 0; i < count_ && way != "floor"; ++i) {
     float sum = 0;
@@ -138,32 +140,32 @@ bool Stopwatch::verify(const std::string& way) {
 
 std::vector<double> Stopwatch::time(const std::string& way, int repeats) {
   float* data = data_of(way);
+  const std::function<void()> run = operation(way);
   std::vector<double> seconds;
   if (count_ * sizeof(float) >= kBatchBytes) {
     for (int i = 0; i < repeats; ++i) {
       rewrite(data, value_ += 1);
       meet();
       const auto begin = Clock::now();
-      run(way);
+      run();
       seconds.push_back(seconds_since(begin));
     }
     return seconds;
   }
-  constexpr int batch = 200;
   for (int i = 0; i < repeats; ++i) {
     const auto before = Clock::now();
-    for (int k = 0; k < batch; ++k) {
+    for (int k = 0; k < kBatch; ++k) {
       rewrite(data, value_ += 1);
       asm volatile("" ::"r"(data) : "memory");  // as if somebody read it
     }
     const double rewriting = seconds_since(before);
     meet();
     const auto begin = Clock::now();
-    for (int k = 0; k < batch; ++k) {
+    for (int k = 0; k < kBatch; ++k) {
       rewrite(data, value_ += 1);
-      run(way);
+      run();
     }
-    seconds.push_back(std::max(seconds_since(begin) - rewriting, 0.0) / batch);
+    seconds.push_back(std::max(seconds_since(begin) - rewriting, 0.0) / kBatch);
   }
   return seconds;
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Times ways to allreduce one buffer of float32, for `python -m keras_hpc bench` and for choosing among them.
 #pragma once
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -27,6 +28,10 @@ class Stopwatch {
   // and "private PATH" or "segment PATH" for a path of one's choice (slot, push, staged, library).
   bool can(const std::string& way) const;
 
+  // The path that the engine chooses for a way, for people to read.
+  std::string chosen(const std::string& way) const;
+  int operations_per_sample() const { return count_ * sizeof(float) < kBatchBytes ? kBatch : 1; }
+
   // Collective. Runs it once on known values; false if the result is wrong.
   bool verify(const std::string& way);
 
@@ -36,10 +41,11 @@ class Stopwatch {
   std::vector<double> time(const std::string& way, int repeats);
 
   static constexpr size_t kBatchBytes = size_t{16} << 10;
+  static constexpr int kBatch = 200;
 
  private:
   struct Memory;
-  void run(const std::string& way);
+  std::function<void()> operation(const std::string& way);
   float* data_of(const std::string& way) const;
   void rewrite(float* data, float value) const;
   void meet();
@@ -48,6 +54,7 @@ class Stopwatch {
   size_t count_;
   std::unique_ptr<Memory> memory_;
   Plan* plan_ = nullptr;
+  std::vector<size_t> begins_;  // of the plan's tensors, and the end
   std::unique_ptr<Channel> channel_;
   float value_ = 0;
 };
