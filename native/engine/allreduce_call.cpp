@@ -25,6 +25,7 @@ size_t rounded(size_t nbytes, size_t unit) {
 constexpr int kGlances = 64;
 // Up to this many nodes, each sends what it has to all others at once.
 constexpr int kFewNodes = 8;
+constexpr size_t kPostBytes = kLine + AllreduceCall::kSlotBytes;
 constexpr int kDataTag = 1;
 constexpr int kWordTag = 2;
 constexpr size_t kMessageBytes = sizeof(int64_t) + AllreduceCall::kSlotBytes;
@@ -100,7 +101,7 @@ AllreduceCall::AllreduceCall(const TeamContext& team, Transport& transport, Chan
   channel_ = transport.open_channel();
   const auto local = at(topology_.local_size());
   const size_t counters = rounded(local * sizeof(Counters), kPage);
-  const size_t posts = 2 * local * (sizeof(Post) + kSlotBytes);
+  const size_t posts = 2 * local * kPostBytes;
   segment_ = transport.open_segment(
       control, counters + posts + kPage + (local > 1 ? 2 * local * Area::stride_for(kStageBytes) : 0));
   counters_ = reinterpret_cast<Counters*>(segment_->data());
@@ -112,7 +113,7 @@ AllreduceCall::~AllreduceCall() = default;
 
 AllreduceCall::Post& AllreduceCall::post_of(int local_rank) const {
   const size_t index = (call_ & 1) * at(topology_.local_size()) + at(local_rank);
-  return *reinterpret_cast<Post*>(posts_ + index * (sizeof(Post) + kSlotBytes));
+  return *reinterpret_cast<Post*>(posts_ + index * kPostBytes);
 }
 
 std::byte* AllreduceCall::payload(int local_rank, size_t nbytes) const {
@@ -169,10 +170,8 @@ void AllreduceCall::wait_for_ranks(int ranks, uint64_t target, Value&& value) {
                 ", which has already left the job (it called finalize or reached the end of its script). Do all " +
                 "ranks make the same calls?");
   };
-  for (int i = 0; i < kGlances; ++i) {
+  for (int i = 0; i < kGlances; ++i)
     if (ready()) return;
-    relax();
-  }
   wake_others();
   const double first = std::min(team_.stall_seconds, team_.timeout_seconds);
   if (wait_for(team_.patience, team_.my_bell(), first, ready, abandoned)) return;
