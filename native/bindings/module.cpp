@@ -208,6 +208,19 @@ NB_MODULE(_native, m) {
           },
           release, "what"_a, "items"_a)
       .def(
+          "add_choice",
+          [](const PyTeam& team, bool in_area, size_t from, size_t to, const std::string& path) {
+            team.get().allreduce_call().add_choice({in_area, from, to, parse_path(path)});
+          },
+          "in_area"_a, "begin"_a, "end"_a, "path"_a)
+      .def("choices",
+           [](const PyTeam& team) {
+             nb::list rows;
+             for (const auto& c : team.get().allreduce_call().choices())
+               rows.append(nb::make_tuple(c.in_area, c.from, c.to, name_of(c.path)));
+             return rows;
+           })
+      .def(
           "empty",
           [](const PyTeam& team, int64_t nbytes) {
             std::shared_ptr<Area> area;

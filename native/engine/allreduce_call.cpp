@@ -68,7 +68,7 @@ Range slice_of(size_t nbytes, int i, int n) {
 }  // namespace
 
 const char* name_of(Path path) {
-  constexpr const char* names[] = {"slot", "push", "staged", "library"};
+  constexpr const char* names[] = {"slot", "push", "staged", "library", "unknown"};
   return names[static_cast<size_t>(path)];
 }
 
@@ -305,6 +305,14 @@ void AllreduceCall::compare_nodes(const void* data, size_t nbytes) {
   throw PlanMismatch(disagreement(topology_.rank, mine, "a rank of another node", first.refused));
 }
 
+std::vector<double> AllreduceCall::gather(const std::vector<double>& mine) {
+  std::vector<double> all(mine.size() * at(topology_.size));
+  const std::vector<size_t> nbytes_by_rank(at(topology_.size), mine.size() * sizeof(double));
+  const RequestPtr request = channel_->allgather(mine.data(), all.data(), nbytes_by_rank);
+  poll([&] { return request->test(); }, topology_.rank == 0 ? 1 : 0);
+  return all;
+}
+
 // ---- the call
 
 bool AllreduceCall::can(Path path, const void* data, size_t count, DType dtype, Op op) const {
@@ -318,40 +326,50 @@ bool AllreduceCall::can(Path path, const void* data, size_t count, DType dtype, 
       return true;
     case Path::library:
       return channel_->can_allreduce(dtype, op == Op::mean ? Op::sum : op);
+    case Path::unknown:
+      return true;
   }
   return false;
 }
 
-Path AllreduceCall::choose(const void* data, size_t nbytes) const {
-  const bool in_area = area_of(data, nbytes) != nullptr;
-  const size_t small = topology_.node_count > 1 ? 8192 : 1024;
-  if (nbytes <= small && topology_.node_count <= kFewNodes) return Path::slot;
-  return in_area ? Path::push : Path::staged;
-}
-
 void AllreduceCall::run(void* data, size_t count, DType dtype, Op op) {
-  if (topology_.size > 1) run(data, count, dtype, op, choose(data, count * size_of(dtype)));
+  if (topology_.size == 1) return;
+  Path path = choice_for(data, count * size_of(dtype)).value_or(Path::unknown);
+  if (!can(path, data, count, dtype, op)) path = fallback(data, count * size_of(dtype));
+  run(data, count, dtype, op, path);
 }
 
 void AllreduceCall::run(void* data, size_t count, DType dtype, Op op, Path path) {
   if (topology_.size == 1) return;
-  const Buffer buffer{
-      static_cast<std::byte*>(data),         count, dtype, op, op == Op::mean ? 1.0 / topology_.size : 1.0,
-      make_signature(path, dtype, op, count)};
+  const Buffer buffer{static_cast<std::byte*>(data), count, dtype, op, op == Op::mean ? 1.0 / topology_.size : 1.0,
+                      make_signature(path, dtype, op, count)};
   if (!can(path, data, count, dtype, op))
     throw Error("An allreduce of " + std::to_string(buffer.nbytes()) + " bytes of this array cannot take the path '" +
                 name_of(path) + "'.");
   const std::lock_guard lock(mutex_);
   const AtEnd wake([this] { wake_others(); });
+  take(path, buffer);
+}
+
+void AllreduceCall::take(Path path, const Buffer& b) {
   switch (path) {
     case Path::slot:
-      return slot(buffer);
+      return slot(b);
     case Path::push:
-      return push(buffer);
+      return push(b);
     case Path::staged:
-      return staged(buffer);
+      return staged(b);
     case Path::library:
-      return library(buffer);
+      return library(b);
+    case Path::unknown: {
+      const bool in_area = area_of(b.data, b.nbytes()) != nullptr;
+      post(b.signature, in_area);
+      meet();
+      compare_nodes();
+      Path best = measure(b, in_area);
+      if (!can(best, b.data, b.count, b.dtype, b.op)) best = fallback(b.data, b.nbytes());
+      return take(best, {b.data, b.count, b.dtype, b.op, b.scale, make_signature(best, b.dtype, b.op, b.count)});
+    }
   }
 }
 

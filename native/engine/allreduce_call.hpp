@@ -15,6 +15,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,7 +27,7 @@
 
 namespace keras_hpc {
 
-enum class Path { slot, push, staged, library };
+enum class Path { slot, push, staged, library, unknown };
 const char* name_of(Path path);
 Path parse_path(const std::string& name);
 
@@ -40,7 +41,17 @@ class AllreduceCall {
   void run(void* data, size_t count, DType dtype, Op op);
   // The same on a path of the caller's choice, the same on all ranks. Throws Error where it cannot be taken.
   void run(void* data, size_t count, DType dtype, Op op, Path path);
-  Path choose(const void* data, size_t nbytes) const;
+  // Which way a call takes is measured when its size class is first needed, and all ranks agree. It can be known from an
+  // earlier job, or given by the user. Collective in effect: the same on all ranks.
+  struct Choice {
+    bool in_area;
+    size_t from, to;  // bytes, [from, to)
+    Path path;
+  };
+  void add_choice(const Choice& choice);  // wins over those added before
+  std::vector<Choice> choices() const;
+  // The way of a call, as far as it is known.
+  std::optional<Path> choice_for(const void* data, size_t nbytes) const;
   bool can(Path path, const void* data, size_t count, DType dtype, Op op) const;
 
   // Collective. The area lives as long as the pointer.
@@ -71,6 +82,12 @@ class AllreduceCall {
   std::shared_ptr<Area> area_of(const void* data, size_t nbytes) const;
   bool owns_slice() const { return topology_.local_rank < topology_.owners; }
 
+  void take(Path path, const Buffer& buffer);
+  // Collective: times the ways of this buffer's size class, and remembers the best.
+  Path measure(const Buffer& buffer, bool in_area);
+  // A way that is always possible.
+  Path fallback(const void* data, size_t nbytes) const;
+  std::vector<double> gather(const std::vector<double>& mine);  // of all ranks
   void slot(const Buffer& buffer);
   void push(const Buffer& buffer);
   void staged(const Buffer& buffer);
@@ -125,6 +142,8 @@ class AllreduceCall {
   std::vector<void*> outs_;
   std::vector<std::byte> messages_;  // [node]
 
+  mutable std::mutex choices_mutex_;
+  std::vector<Choice> choices_;
   mutable std::mutex areas_mutex_;
   std::atomic<int> next_area_{1};
   std::vector<std::weak_ptr<Area>> areas_;

@@ -74,8 +74,7 @@ bool Stopwatch::can(const std::string& way) const {
 
 std::string Stopwatch::chosen(const std::string& way) const {
   if (way == "fusion") return "plan";
-  const size_t nbytes = count_ * sizeof(float);
-  return name_of(team_.allreduce_call().choose(data_of(way), nbytes));
+  return name_of(team_.allreduce_call().choice_for(data_of(way), count_ * sizeof(float)).value_or(Path::unknown));
 }
 
 std::function<void()> Stopwatch::operation(const std::string& way) {
