@@ -50,7 +50,7 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
       weighted_(weighted && op == Op::mean),
       layout_(tensors_, lanes),
       data_(tensors_.size()),
-      states_(tensors_.size(), State::idle),
+      states_(tensors_.size()),
       unpacked_tensors_(layout_.buckets().size()),
       is_packed_(layout_.buckets().size()),
       packed_front_(at(lanes)),
@@ -78,14 +78,14 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
 // ---- the execution, from the threads of the framework
 
 bool Plan::start(int tensor, void* data, double weight) {
-  {
+  if (!active_.load(std::memory_order_acquire)) {
     const std::lock_guard lock(mutex_);
-    if (!active_) begin(weight);
-    if (states_[at(tensor)] != State::idle)
-      throw Error(describe(tensor) + " was started twice without a wait in between.");
-    states_[at(tensor)] = State::started;
-    data_[at(tensor)] = static_cast<std::byte*>(data);
+    if (!active_.load(std::memory_order_relaxed)) begin(weight);
   }
+  State idle = State::idle;
+  if (!states_[at(tensor)].compare_exchange_strong(idle, State::started, std::memory_order_acq_rel))
+    throw Error(describe(tensor) + " was started twice without a wait in between.");
+  data_[at(tensor)] = static_cast<std::byte*>(data);
   return topology_.size > 1 && pack(tensor);
 }
 
@@ -108,10 +108,10 @@ void Plan::begin(double weight) {
     is_packed_[b] = 0;
   }
   std::fill(packed_front_.begin(), packed_front_.end(), 0);
-  std::fill(states_.begin(), states_.end(), State::idle);
-  finished_ = 0;
-  active_ = true;
+  for (auto& state : states_) state.store(State::idle, std::memory_order_relaxed);
+  finished_.store(0, std::memory_order_relaxed);
   step_.fetch_add(1, std::memory_order_seq_cst);
+  active_.store(true, std::memory_order_release);
 }
 
 bool Plan::pack(int tensor) {
@@ -159,8 +159,8 @@ uint64_t Plan::target(const Bucket& bucket) const {
 }
 
 void Plan::check_started(int tensor) const {
-  const std::lock_guard lock(mutex_);
-  if (states_[at(tensor)] != State::started) throw Error(describe(tensor) + " was waited for but not started.");
+  if (states_[at(tensor)].load(std::memory_order_acquire) != State::started)
+    throw Error(describe(tensor) + " was waited for but not started.");
 }
 
 bool Plan::is_reduced(int tensor) const {
@@ -188,14 +188,12 @@ void Plan::finish(int tensor) {
                     part.size());
       }
   }
-  const std::lock_guard lock(mutex_);
-  states_[at(tensor)] = State::finished;
-  if (++finished_ < layout_.tensor_count()) return;
-  active_ = false;
+  states_[at(tensor)].store(State::finished, std::memory_order_release);
+  if (finished_.fetch_add(1, std::memory_order_acq_rel) + 1 < layout_.tensor_count()) return;
   bytes_reduced += layout_.nbytes();
-  if (topology_.size == 1) return;
-  shared_[topology_.local_rank].consumed.store(step_, std::memory_order_seq_cst);
-  team_.ring_node();
+  if (topology_.size > 1) shared_[topology_.local_rank].consumed.store(step_, std::memory_order_seq_cst);
+  active_.store(false, std::memory_order_release);
+  if (topology_.size > 1) team_.ring_node();
 }
 
 // ---- reduction, from whichever thread holds the lane

@@ -104,13 +104,13 @@ class Plan {
   std::byte* slots_ = nullptr;  // [slot][bytes]
   bool streaming_ = false;
 
-  mutable std::mutex mutex_;  // of the execution's state below
-  bool active_ = false;
+  std::mutex mutex_;  // of the beginning of an execution
+  std::atomic<bool> active_{false};
   std::atomic<uint64_t> step_{0};
-  int finished_ = 0;
+  std::atomic<int> finished_{0};
   std::vector<std::byte*> data_;
   enum class State : char { idle, started, finished };
-  std::vector<State> states_;
+  std::vector<std::atomic<State>> states_;
   std::vector<int> tensors_in_bucket_;
   std::vector<std::atomic<int>> unpacked_tensors_;  // [bucket] tensors not packed yet
   std::mutex pack_mutex_;
