@@ -14,7 +14,7 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test bench lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -24,6 +24,11 @@ demo: .venv/stamp-demo  ## train a CNN on real digits on 1 rank and on 2; charts
 
 test: .venv/stamp-test  ## all tests, ranks started by mpiexec included
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: .venv/stamp-demo  ## measure the engine against the MPI library; writes docs/performance.md
+	mkdir -p docs/performance
+	$(BIN)/python -m keras_hpc bench allreduce --ranks 2 --json docs/performance/$(MPI).json --plot docs/performance/$(MPI).png
+	$(BIN)/python -m keras_hpc bench page docs/performance/*.json --out docs/performance.md
 
 lint: .venv/stamp-test .venv/stamp-lint  ## ruff, clang-format, mypy
 	$(BIN)/ruff check .

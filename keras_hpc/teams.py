@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from keras_hpc import _native
+from keras_hpc import _native, selection
 
 if TYPE_CHECKING:
     from keras_hpc.launch import World
@@ -66,6 +66,7 @@ class Team:
         size: number of ranks.
         ranks: the ranks of the job that belong to it.
         node_count: number of nodes.
+        selection_key: under which measured choices are kept; empty with one rank.
     """
 
     def __init__(self, index: int, native: _native.Team, ranks: Sequence[int]) -> None:
@@ -76,6 +77,7 @@ class Team:
         self.size: int = native.size
         self.node_count: int = native.node_count
         self.ranks = tuple(ranks)
+        self.selection_key = ""
         self._plans: dict[tuple[Any, ...], Plan] = {}
 
     def plan(self, key: str, tensors: Sequence[TensorSpec], op: str = "mean", weighted: bool = True) -> Plan:
@@ -153,14 +155,24 @@ class Team:
 
     def close(self) -> None:
         """Frees communicators, threads and memory. Collective."""
+        if self.selection_key:
+            selection.keep(self, self.selection_key)
         self._plans.clear()
         self.native.close()
 
 
 def make_team(world: World, index: int, threads: int, timeout_seconds: float, stall_seconds: float) -> Team:
-    """Makes a team of all ranks. Collective."""
+    """Makes a team of all ranks. Collective.
+
+    Raises:
+        ValueError: the environment asks for ways of an allreduce that do not exist.
+    """
     native = _native.Team(world.transport(), index, threads, timeout_seconds, stall_seconds)
-    return Team(index, native, range(world.size))
+    team = Team(index, native, range(world.size))
+    if world.size > 1:
+        team.selection_key = selection.key_of(world)
+        selection.restore(team, team.selection_key)
+    return team
 
 
 _assigned: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

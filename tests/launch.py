@@ -3,8 +3,10 @@
 Imports neither MPI nor a framework: an MPI that has been started in this process would disturb the launches.
 """
 
+import atexit
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,12 +28,14 @@ ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONFAULTHANDLER": "1",
+    "XDG_CACHE_HOME": tempfile.mkdtemp(prefix="keras_hpc-tests-"),
     # Open MPI refuses root, and more ranks than cores, unless told otherwise; ranks that outnumber cores must yield.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
+atexit.register(shutil.rmtree, ENVIRONMENT["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 @dataclass(frozen=True)

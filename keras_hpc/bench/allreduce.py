@@ -20,6 +20,7 @@ from keras_hpc.teams import Team
 PATHS = {"private": "mpi", "segment": "mpi", "fusion": "mpi fusion"}
 Row = dict[str, Any]
 _OTHERS = ("mpi nonblocking", "floor")
+_BATCH_BYTES = 16 << 10  # below it one operation is too short for the clock
 
 
 def measure(
@@ -50,25 +51,25 @@ def measure(
             wrong = team.allgather(np.array([not watch.verify(way)])).nonzero()[0]
             if len(wrong):
                 raise _native.Error(f"{way}: wrong result for {nbytes} bytes on rank {', '.join(map(str, wrong))}")
-        times = _times(team, watch, ways, seconds)
+        times = _times(team, watch, ways, nbytes, seconds)
         mine = [_row(nbytes, path, watch.chosen(path), times) for path in PATHS]
         done(mine)
         rows += mine
     return rows
 
 
-def _times(team: Team, watch: Any, ways: Sequence[str], seconds: float) -> dict[str, np.ndarray]:
+def _times(team: Team, watch: Any, ways: Sequence[str], nbytes: int, seconds: float) -> dict[str, np.ndarray]:
     """Seconds of each repetition of each way, by the slowest rank."""
-    samples: dict[str, list[float]] = {way: watch.time(way, 2) for way in ways}  # warms up, too
-    one_round = np.array([sum(sum(s) for s in samples.values()) / 2])
-    team.allreduce(one_round, "max")
-    batch = watch.operations_per_sample
-    repeats = int(np.clip(seconds / (2 * batch * one_round[0] + 1e-9), 12, 400))
+    first = np.array([np.median(watch.time(way, 3)) for way in ways])  # warms up, too
+    team.allreduce(first, "max")
+    # The shorter ones many in a row, up to a tenth of a millisecond. All ranks count alike.
+    batches = [int(np.clip(1e-4 / t, 1, 200)) if nbytes < _BATCH_BYTES else 1 for t in first]
+    repeats = int(np.clip(seconds / (1.5 * np.dot(first, batches)), 12, 400))
     rounds = 6  # in turns, but a few in a row: the first after another way finds other data in the caches
-    samples = {way: [] for way in ways}
+    samples: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
-        for way in ways:
-            samples[way] += watch.time(way, -(-repeats // rounds))
+        for way, batch in zip(ways, batches, strict=True):
+            samples[way] += watch.time(way, -(-repeats // rounds), batch)
     return {way: team.allgather(np.array([s])).max(axis=0) for way, s in samples.items()}
 
 
@@ -99,6 +100,38 @@ def table(rows: Sequence[Row], *, header: bool) -> str:
             f"{mpi:>10.2f} {mpi_median:>10.2f} {row['floor_us']:>9.2f} {speedup:>8.2f}  {row['algorithm']}"
         )
     return "\n".join(lines)
+
+
+def page(reports: Sequence[dict[str, Any]]) -> str:
+    """Returns a Markdown page of several reports, of one machine and several MPI libraries say."""
+    lines = [
+        "# Performance",
+        "",
+        "Made by `make bench`, which runs `python -m keras_hpc bench allreduce`: a sum of float32 over all ranks, each",
+        "rank on a core of its own, in turns with the MPI library's `MPI_Allreduce` (its default settings) in the same",
+        "process, data rewritten before every operation. Times are microseconds, 20th percentile (median in brackets),",
+        "of the slowest rank.",
+        "*private*: an array of the process. *segment*: one made by `keras_hpc.empty`. *fusion*: 32 tensors, as in a",
+        "training step; MPI packs, reduces and unpacks them. *floor*: `b = a += b` in place for half of the elements,",
+        "the memory that an allreduce of two ranks cannot avoid to move. Below 8 MiB its arrays stay in one core's",
+        "caches, and it is no bound for arrays that travel between cores.",
+    ]
+    for report in reports:
+        lines += [
+            "",
+            f"## {report['ranks']} ranks on {report['nodes']} node(s), {report['mpi']}",
+            "",
+            report["machine"],
+            "",
+        ]
+        lines.append("| bytes | path | keras_hpc | MPI | speed-up | floor | way |")
+        lines.append("|---:|---|---:|---:|---:|---:|---|")
+        for row in report["rows"]:
+            ours = f"{row['keras_hpc_us']:.2f} ({row['keras_hpc_median_us']:.2f})"
+            mpi = f"{row['mpi_us']:.2f} ({row['mpi_median_us']:.2f})" if "mpi_us" in row else ""
+            cells = [f"{row['bytes']:,}", row["path"], ours, mpi, str(row.get("speedup", "")), f"{row['floor_us']:.2f}"]
+            lines.append(f"| {' | '.join([*cells, row['algorithm']])} |")
+    return "\n".join(lines) + "\n"
 
 
 def plot(report: dict[str, Any], file: Path) -> None:

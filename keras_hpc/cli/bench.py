@@ -40,6 +40,14 @@ def add_command(commands: Any) -> None:
     sub.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="draw time and bandwidth there (PNG; needs matplotlib)")
     sub.set_defaults(run=_allreduce)
+    sub = kinds.add_parser(
+        "page",
+        help="make a Markdown page of reports",
+        description="Makes a Markdown page of reports that `bench allreduce --json` wrote.",
+    )
+    sub.add_argument("reports", type=Path, nargs="+", metavar="REPORT", help="JSON files")
+    sub.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page")
+    sub.set_defaults(run=_page)
 
 
 def _sizes(text: str) -> list[int]:
@@ -57,6 +65,8 @@ def _sizes(text: str) -> list[int]:
 def _allreduce(arguments: argparse.Namespace) -> int:
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         sys.exit("--plot needs matplotlib: pip install matplotlib")
+    if arguments.ranks is not None and arguments.ranks < 2:
+        sys.exit(f"One rank has nothing to reduce. Expected two or more. Received: --ranks {arguments.ranks}")
     if not launch.ranks_started():
         return _start_ranks(arguments.ranks or 2)
     if arguments.ranks:
@@ -88,6 +98,14 @@ def _allreduce(arguments: argparse.Namespace) -> int:
             allreduce.plot(report, arguments.plot)
     team.barrier()
     team.close()
+    return 0
+
+
+def _page(arguments: argparse.Namespace) -> int:
+    missing = [str(file) for file in arguments.reports if not file.is_file()]
+    if missing:
+        sys.exit(f"No such report: {', '.join(missing)}")
+    arguments.out.write_text(allreduce.page([json.loads(file.read_text()) for file in arguments.reports]))
     return 0
 
 

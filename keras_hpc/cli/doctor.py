@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import keras_hpc
-from keras_hpc import _native, launch, runtime, threads
+from keras_hpc import _native, launch, runtime, selection, threads
 from keras_hpc.teams import TensorSpec
 
 
@@ -129,6 +129,10 @@ def _communication(job: runtime.Job, parameters: int) -> dict[str, str]:
     if not np.all(x == expected):
         sys.exit(f"An allreduce gave a wrong result. Expected {expected} everywhere. Received: {np.unique(x)[:5]}")
     rows["allreduce"] = "1,048,576 float32 summed over all ranks: correct"
+    if job.size > 1:
+        for nbytes in (64, 4096, 65536):  # so that there is something to show
+            team.allreduce(np.zeros(nbytes // 4, np.float32), "sum")
+        rows["ways, by size"] = selection.describe(team)
     before = team.report()["segment_bytes"]
     team.plan("doctor", [TensorSpec("gradients", (parameters,), "float32")])
     extra = (team.report()["segment_bytes"] - before) / 2**20

@@ -247,9 +247,8 @@ NB_MODULE(_native, m) {
           release, "team"_a, "nbytes"_a, "tensors"_a, nb::keep_alive<1, 2>(), "Collective.")
       .def("can", &Stopwatch::can, "way"_a)
       .def("chosen", &Stopwatch::chosen, "way"_a)
-      .def_prop_ro("operations_per_sample", &Stopwatch::operations_per_sample)
       .def("verify", &Stopwatch::verify, release, "way"_a)
-      .def("time", &Stopwatch::time, release, "way"_a, "repeats"_a);
+      .def("time", &Stopwatch::time, release, "way"_a, "repeats"_a, "batch"_a = 1);
 
   m.def("set_tracing", [](bool enabled) { trace::enabled = enabled; }, "enabled"_a);
   m.def("take_trace", &take_trace, "Events (name, kind, team, begin, end) since the last call; seconds.");

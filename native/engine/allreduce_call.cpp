@@ -198,7 +198,7 @@ void AllreduceCall::poll(Ready&& ready, int peer) {
 }
 
 // Looking whether somebody sleeps needs a fence, which waits until this rank's own stores have reached the others. So
-// it comes late: before this rank waits for long itself, and at the end of the call.
+// it comes late: before this rank waits or works for long, and at the end of the call.
 void AllreduceCall::wake_others() {
   if (!unannounced_) return;
   unannounced_ = false;
@@ -407,6 +407,7 @@ void AllreduceCall::push(const Buffer& b) {
   post(b.signature, (static_cast<int64_t>(area->id) << 44) | static_cast<int64_t>(offset));
   meet();
   compare_nodes();
+  wake_others();
   if (owns_slice()) {
     const Range slice = slice_of(b.nbytes(), topology_.local_rank, topology_.owners);
     const size_t count = slice.size() / size_of(b.dtype);
@@ -440,6 +441,7 @@ void AllreduceCall::staged(const Buffer& b) {
     meet();
     const uint64_t call = call_;
     if (begin == 0) compare_nodes();
+    wake_others();
     if (owns_slice()) {
       reduce_stage(b, chunk(begin), call);
       hand_out(call);
@@ -449,6 +451,7 @@ void AllreduceCall::staged(const Buffer& b) {
       post(b.signature, 0);
     }
     wait_until_handed_out(topology_.owners, call);
+    wake_others();
     stage_out(chunk(begin), call);
   }
 }
@@ -498,6 +501,7 @@ void AllreduceCall::library(const Buffer& b) {
   post(b.signature, 0);
   meet();
   compare_nodes();
+  wake_others();
   channel_->allreduce(b.data, b.count, b.dtype, b.op == Op::mean ? Op::sum : b.op);
   if (b.scale == 1.0) return;
   const Source source{b.data, 1.0};

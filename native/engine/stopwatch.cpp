@@ -137,11 +137,11 @@ bool Stopwatch::verify(const std::string& way) {
   return correct;
 }
 
-std::vector<double> Stopwatch::time(const std::string& way, int repeats) {
+std::vector<double> Stopwatch::time(const std::string& way, int repeats, int batch) {
   float* data = data_of(way);
   const std::function<void()> run = operation(way);
   std::vector<double> seconds;
-  if (count_ * sizeof(float) >= kBatchBytes) {
+  if (batch == 1) {
     for (int i = 0; i < repeats; ++i) {
       rewrite(data, value_ += 1);
       meet();
@@ -153,18 +153,18 @@ std::vector<double> Stopwatch::time(const std::string& way, int repeats) {
   }
   for (int i = 0; i < repeats; ++i) {
     const auto before = Clock::now();
-    for (int k = 0; k < kBatch; ++k) {
+    for (int k = 0; k < batch; ++k) {
       rewrite(data, value_ += 1);
       asm volatile("" ::"r"(data) : "memory");  // as if somebody read it
     }
     const double rewriting = seconds_since(before);
     meet();
     const auto begin = Clock::now();
-    for (int k = 0; k < kBatch; ++k) {
+    for (int k = 0; k < batch; ++k) {
       rewrite(data, value_ += 1);
       run();
     }
-    seconds.push_back(std::max(seconds_since(begin) - rewriting, 0.0) / kBatch);
+    seconds.push_back(std::max(seconds_since(begin) - rewriting, 0.0) / batch);
   }
   return seconds;
 }

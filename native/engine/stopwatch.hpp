@@ -30,18 +30,14 @@ class Stopwatch {
 
   // The path that the engine chooses for a way, for people to read.
   std::string chosen(const std::string& way) const;
-  int operations_per_sample() const { return count_ * sizeof(float) < kBatchBytes ? kBatch : 1; }
 
   // Collective. Runs it once on known values; false if the result is wrong.
   bool verify(const std::string& way);
 
   // Collective. Seconds that one operation takes on this rank, `repeats` times. Each rank rewrites its data before
-  // every operation, outside the measured time: a gradient is new each time. Operations on less than `kBatchBytes` are
-  // timed many in a row, and the time of rewriting alone is taken off.
-  std::vector<double> time(const std::string& way, int repeats);
-
-  static constexpr size_t kBatchBytes = size_t{16} << 10;
-  static constexpr int kBatch = 200;
+  // every operation, outside the measured time: a gradient is new each time. With `batch` > 1, for operations that are
+  // shorter than the clock is fine, so many are timed in a row, and the time of rewriting alone is taken off.
+  std::vector<double> time(const std::string& way, int repeats, int batch);
 
  private:
   struct Memory;

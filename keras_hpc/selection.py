@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which way an allreduce of an array takes: measured by the engine, kept for the next job, or given by the user.
+
+`KERAS_HPC_ALLREDUCE` overrides it, by ranges of sizes: `private:0-1Ki=slot,1Ki-=staged;segment:0-=push`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import socket
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from keras_hpc import launch
+
+if TYPE_CHECKING:
+    from keras_hpc.teams import Team
+
+VARIABLE = "KERAS_HPC_ALLREDUCE"
+_KINDS = ("private", "segment")
+_PATHS = {"private": ("slot", "staged", "library"), "segment": ("slot", "push", "staged", "library")}
+_UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+_SLOT_BYTES = 64 << 10
+_ANY = 2**63  # larger than any array
+_VERSION = 1  # of what is kept: ways or classes of sizes have changed where it differs
+
+
+Choice = list[Any]  # kind, first byte, end, path
+
+
+def restore(team: Team, key: str) -> None:
+    """Gives the team what an earlier job measured, and then what the user wants. Collective.
+
+    Args:
+        team: the team.
+        key: names jobs that may share their measurements; see `key_of`.
+
+    Raises:
+        ValueError: `KERAS_HPC_ALLREDUCE` is not understood.
+    """
+    choices: list[Choice] = []
+    error = ""
+    if team.rank == 0:
+        try:
+            choices = [*_read().get(key, []), *parse(os.environ.get(VARIABLE, ""))]
+        except ValueError as problem:
+            error = str(problem)
+    # The first rank's, on all: another rank may see other files or variables.
+    choices, error = team.allgather_object([choices, error])[0]
+    if error:
+        raise ValueError(error)
+    for kind, begin, end, path in choices:
+        team.native.add_choice(kind == "segment", begin, end, path)
+
+
+def keep(team: Team, key: str) -> None:
+    """Writes what the team has measured to disk, on its first rank. What cannot be written is measured again."""
+    choices = known(team)
+    if team.rank != 0 or os.environ.get(VARIABLE) or not choices:
+        return
+    everything = _read()
+    merged = {(kind, begin, end): path for kind, begin, end, path in (*everything.get(key, []), *choices)}
+    if len(merged) == len(everything.get(key, [])):
+        return
+    everything[key] = [[*where, path] for where, path in merged.items()]
+    with contextlib.suppress(OSError):
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=_file().parent, delete=False) as file:
+            json.dump({"version": _VERSION, "choices": everything}, file)
+        Path(file.name).replace(_file())
+
+
+def known(team: Team) -> list[Choice]:
+    """Returns what the team knows; of those that fit a size, the last counts."""
+    rows = [[_KINDS[in_area], begin, end, path] for in_area, begin, end, path in team.native.choices()]
+    return rows[::-1]
+
+
+def key_of(world: launch.World) -> str:
+    """Returns a name for jobs that may share their measurements: same first host, MPI, shape and cores of a rank."""
+    about = [socket.gethostname(), launch.library_name(world), world.node_of_rank, len(os.sched_getaffinity(0))]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+
+
+def describe(team: Team) -> str:
+    """Returns what the team knows, for people: "private 64 B: slot, 4 KiB: staged"."""
+    choices = known(team)
+    parts = []
+    for kind in _KINDS:
+        ways = {}
+        for nbytes in (16 * 4**k for k in range(11)):
+            fitting = [path for k, begin, end, path in choices if k == kind and begin <= nbytes < end]
+            if fitting:
+                ways[_size(nbytes)] = fitting[-1]
+        if ways:
+            parts.append(f"{kind} " + ", ".join(f"{size}: {path}" for size, path in ways.items()))
+    return "; ".join(parts)
+
+
+def parse(text: str) -> list[Choice]:
+    """Reads the user's wishes.
+
+    Raises:
+        ValueError: the text is not understood, or asks for what cannot be.
+    """
+    choices: list[Choice] = []
+    for part in filter(None, (p.strip() for p in text.split(";"))):
+        kind, _, ranges = part.partition(":")
+        for one in ranges.split(","):
+            match = re.fullmatch(r"\s*(\d+)(Ki|Mi|Gi)?-(?:(\d+)(Ki|Mi|Gi)?)?=(\w+)\s*", one)
+            if kind not in _KINDS or not match or match[5] not in _PATHS[kind]:
+                raise ValueError(
+                    f"{VARIABLE} names a way for each range of sizes. Expected for example 'private:0-1Ki=slot,"
+                    f"1Ki-=staged;segment:0-=push' with the ways {', '.join(_PATHS['segment'])}. Received: {part!r}"
+                )
+            begin = int(match[1]) * _UNITS[match[2] or ""]
+            end = int(match[3]) * _UNITS[match[4] or ""] if match[3] else _ANY
+            if match[5] == "slot" and end > _SLOT_BYTES + 1:
+                raise ValueError(f"{VARIABLE}: the way 'slot' takes 64 KiB at most. Received: {one!r}")
+            choices.append([kind, begin, end, match[5]])
+    return choices
+
+
+def _size(nbytes: int) -> str:
+    unit = next((unit for unit in ("Mi", "Ki") if nbytes >= _UNITS[unit]), "")
+    return f"{nbytes // _UNITS[unit]} {unit}B"
+
+
+def _file() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keras_hpc" / "allreduce.json"
+
+
+def _read() -> dict[str, list[Choice]]:
+    try:
+        kept = json.loads(_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(kept, dict) or kept.get("version") != _VERSION:
+        return {}
+    choices: dict[str, list[Choice]] = kept["choices"]
+    return choices

@@ -1,0 +1,102 @@
+"""Ways of an allreduce: measured once, alike on all ranks, kept for the next job, and given by the user."""
+
+import json
+
+import numpy as np
+import pytest
+from in_process import as_bytes, run
+
+from keras_hpc import selection
+
+
+def reduce_and_tell(team, rank):
+    for n in (1, 300, 5000, 300_000):
+        x = np.full(n, rank + 1.0, np.float32)
+        team.allreduce(as_bytes(x), "float32", "sum")
+        assert np.all(x == team.size * (team.size + 1) / 2)
+        shared = team.empty(4 * n).view(np.float32)
+        shared[:] = rank + 1
+        team.allreduce(as_bytes(shared), "float32", "sum")
+        assert np.all(shared == team.size * (team.size + 1) / 2)
+    return team.choices()
+
+
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 0, 0], [0, 1], [0, 0, 1, 1], [0, 1, 1]], ids=str)
+def test_ranks_choose_alike_and_once(nodes):
+    def work(team, rank):
+        first = reduce_and_tell(team, rank)
+        assert reduce_and_tell(team, rank) == first
+        return first
+
+    everyone = run(nodes, work)
+    assert everyone.count(everyone[0]) == len(nodes)
+    assert len(everyone[0]) == 8
+    for in_area, begin, end, path in everyone[0]:
+        assert begin < end
+        assert path in (("slot", "push") if in_area else ("slot", "staged"))
+
+
+def test_nothing_is_measured_on_one_rank():
+    assert run([0], reduce_and_tell) == [[]]
+
+
+def test_float16_goes_another_way_than_the_library_which_has_none():
+    def work(team, rank):
+        team.add_choice(False, 0, 2**40, "library")  # threads have no library at all
+        x = np.ones(100, np.float16)
+        team.allreduce(as_bytes(x), "float16", "sum")
+        assert np.all(x == 2)
+
+    run([0, 0], work)
+
+
+def test_wishes():
+    assert selection.parse("") == []
+    assert selection.parse("private:0-1Ki=slot, 1Ki-=staged; segment:0-=push") == [
+        ["private", 0, 1024, "slot"],
+        ["private", 1024, 2**63, "staged"],
+        ["segment", 0, 2**63, "push"],
+    ]
+    for wrong in (
+        "private",
+        "private:0-4=push",
+        "shared:0-4=slot",
+        "private:0-4=ring",
+        "private:a-4=slot",
+        "private:0-=slot",
+    ):
+        with pytest.raises(ValueError, match=r"KERAS_HPC_ALLREDUCE.*Received"):
+            selection.parse(wrong)
+
+
+@pytest.mark.mpi
+def test_choices_are_kept_for_the_next_job(run_ranks, tmp_path):
+    doctor = ["-m", "keras_hpc", "doctor", "--parameters", "1000"]
+    kept = tmp_path / "keras_hpc" / "allreduce.json"
+
+    def ways(**variables):
+        text = run_ranks(2, doctor, backend="jax", env={"XDG_CACHE_HOME": str(tmp_path), **variables}).output
+        return next(line for line in text.splitlines() if "ways, by size" in line)
+
+    first = ways()
+    assert "64 B: " in first
+    content = json.loads(kept.read_text())
+    (choices,) = content["choices"].values()
+    assert {kind for kind, *_ in choices} == {"private"}
+    # The next job takes what it finds: also what no measurement would say.
+    for choice in choices:
+        choice[3] = "library"
+    kept.write_text(json.dumps(content))
+    assert ways().count("library") == len(choices)
+    assert "64 KiB: staged" in ways(KERAS_HPC_ALLREDUCE="private:0-=staged")
+    assert json.loads(kept.read_text()) == content, "a wish is not a measurement"
+    kept.write_text("not JSON")
+    assert "64 B: " in ways()
+
+
+@pytest.mark.mpi
+def test_a_wish_that_is_not_understood_ends_the_job(run_ranks):
+    args = ["-m", "keras_hpc", "doctor", "--parameters", "1000"]
+    env = {"KERAS_HPC_ALLREDUCE": "private:0-4=ring"}
+    output = run_ranks(2, args, backend="jax", env=env, expect_failure=True).output
+    assert "Received: 'private:0-4=ring'" in output
