@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NATIVE := $(shell find native -type f 2>/dev/null)
-CXX_SOURCES := $(shell find native -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
+CXX_SOURCES := $(shell find native examples/c -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test bench lint format clean

@@ -341,8 +341,9 @@ void AllreduceCall::run(void* data, size_t count, DType dtype, Op op) {
 
 void AllreduceCall::run(void* data, size_t count, DType dtype, Op op, Path path) {
   if (topology_.size == 1) return;
-  const Buffer buffer{static_cast<std::byte*>(data), count, dtype, op, op == Op::mean ? 1.0 / topology_.size : 1.0,
-                      make_signature(path, dtype, op, count)};
+  const Buffer buffer{
+      static_cast<std::byte*>(data),         count, dtype, op, op == Op::mean ? 1.0 / topology_.size : 1.0,
+      make_signature(path, dtype, op, count)};
   if (!can(path, data, count, dtype, op))
     throw Error("An allreduce of " + std::to_string(buffer.nbytes()) + " bytes of this array cannot take the path '" +
                 name_of(path) + "'.");

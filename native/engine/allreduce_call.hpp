@@ -41,8 +41,8 @@ class AllreduceCall {
   void run(void* data, size_t count, DType dtype, Op op);
   // The same on a path of the caller's choice, the same on all ranks. Throws Error where it cannot be taken.
   void run(void* data, size_t count, DType dtype, Op op, Path path);
-  // Which way a call takes is measured when its size class is first needed, and all ranks agree. It can be known from an
-  // earlier job, or given by the user. Collective in effect: the same on all ranks.
+  // Which way a call takes is measured when its size class is first needed, and all ranks agree. It can be known from
+  // an earlier job, or given by the user. Collective in effect: the same on all ranks.
   struct Choice {
     bool in_area;
     size_t from, to;  // bytes, [from, to)
@@ -136,7 +136,7 @@ class AllreduceCall {
 
   std::mutex mutex_;  // one call at a time
   uint64_t call_ = 0;
-  bool unannounced_ = false;  // something that others may sleep for
+  bool unannounced_ = false;         // something that others may sleep for
   uint64_t stage_used_[2] = {0, 0};  // the last call that used the stage
   std::vector<Source> sources_;
   std::vector<void*> outs_;

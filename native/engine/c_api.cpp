@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include "common/error.hpp"
 #include "engine/registry.hpp"
 #include "keras_hpc/engine.h"
+#include "mpi/library.hpp"
+#include "transport/mpi_transport.hpp"
 
 namespace keras_hpc {
 namespace {
@@ -30,6 +35,11 @@ registry::PlanEntry find(int plan, int tensor) {
     throw Error("Plan '" + entry.plan->name() + "' has no tensor number " + std::to_string(tensor) + ".");
   return entry;
 }
+
+// Teams and arrays that C made, and so owns.
+std::mutex owned_mutex;
+std::map<int, std::unique_ptr<Team>> owned_teams;
+std::map<void*, std::shared_ptr<Area>> owned_areas;
 
 }  // namespace
 }  // namespace keras_hpc
@@ -100,6 +110,87 @@ int khpc_allgatherv(int team, const void* in, int64_t nbytes, void* out, const i
 
 int khpc_team_size(int team) {
   return guarded([&] { return registry::team(team).topology().size; }, -1);
+}
+
+int khpc_team_create(const khpc_mpi* mpi, int threads, double timeout_seconds) {
+  return guarded(
+      [&]() -> int {
+        const mpi::Constants constants{mpi->byte,
+                                       mpi->errors_return,
+                                       mpi->status_ignore,
+                                       mpi->in_place,
+                                       {{DType::float32, mpi->float32},
+                                        {DType::float64, mpi->float64},
+                                        {DType::int32, mpi->int32},
+                                        {DType::int64, mpi->int64}},
+                                       {{Op::sum, mpi->sum}}};
+        const std::vector<int> nodes(mpi->node_of_rank, mpi->node_of_rank + mpi->size);
+        // The functions of MPI are those that the program itself is linked to.
+        auto transport = make_mpi_transport(mpi::connect("", mpi->handle_size, mpi->comm, constants), nodes);
+        const std::lock_guard lock(owned_mutex);
+        auto team = std::make_unique<Team>(std::move(transport), static_cast<int>(owned_teams.size()),
+                                           TeamOptions{threads, timeout_seconds, timeout_seconds});
+        const int id = registry::add(team.get());
+        owned_teams[id] = std::move(team);
+        return id;
+      },
+      -1);
+}
+
+int khpc_team_free(int team) {
+  return guarded(
+      [&]() -> int {
+        const std::lock_guard lock(owned_mutex);
+        if (owned_teams.count(team) == 0) throw Error("khpc_team_free: not a team of khpc_team_create.");
+        registry::remove(owned_teams[team].get());
+        owned_teams.erase(team);
+        return KHPC_OK;
+      },
+      KHPC_ERROR);
+}
+
+int khpc_allreduce(int team, void* data, int64_t count, const char* dtype, const char* op) {
+  return guarded(
+      [&]() -> int {
+        registry::team(team).allreduce(data, count, parse_dtype(dtype), parse_op(op));
+        return KHPC_OK;
+      },
+      KHPC_ERROR);
+}
+
+void* khpc_empty(int team, int64_t nbytes) {
+  return guarded(
+      [&]() -> void* {
+        Team& t = registry::team(team);
+        auto area = t.allreduce_call().make_area(static_cast<size_t>(nbytes));
+        void* data = area->of(t.topology().local_rank);
+        const std::lock_guard lock(owned_mutex);
+        owned_areas[data] = std::move(area);
+        return data;
+      },
+      nullptr);
+}
+
+int khpc_empty_free(void* data) {
+  return guarded(
+      [&]() -> int {
+        const std::lock_guard lock(owned_mutex);
+        if (owned_areas.erase(data) == 0) throw Error("khpc_empty_free: not memory of khpc_empty.");
+        return KHPC_OK;
+      },
+      KHPC_ERROR);
+}
+
+int khpc_plan_create(int team, const char* name, int count, const char* const* tensors, const char* const* dtypes,
+                     const int64_t* elements, const char* op, int weighted) {
+  return guarded(
+      [&]() -> int {
+        std::vector<TensorSpec> specs;
+        for (int i = 0; i < count; ++i) specs.push_back({tensors[i], parse_dtype(dtypes[i]), elements[i]});
+        Team& t = registry::team(team);
+        return registry::add(&t, &t.make_plan(name, specs, parse_op(op), weighted != 0));
+      },
+      -1);
 }
 
 const char* khpc_last_error(void) {

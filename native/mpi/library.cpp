@@ -194,7 +194,7 @@ std::unique_ptr<Communicator> connect_as(void* module, intptr_t handle, const Co
 
 std::unique_ptr<Communicator> connect(const std::string& module_path, int handle_size, intptr_t handle,
                                       const Constants& constants) {
-  void* module = dlopen(module_path.c_str(), RTLD_NOW | RTLD_NOLOAD);
+  void* module = dlopen(module_path.empty() ? nullptr : module_path.c_str(), RTLD_NOW | RTLD_NOLOAD);
   if (module == nullptr) throw Error("mpi4py.MPI is not loaded from " + module_path + ".");
   if (handle_size == sizeof(int)) return connect_as<int>(module, handle, constants);
   if (handle_size == sizeof(void*)) return connect_as<void*>(module, handle, constants);

@@ -44,7 +44,8 @@ class Communicator {
   virtual RequestPtr iallreduce(void* data, int count, DType dtype, Op op) = 0;
 };
 
-// Collective: duplicates the communicator `handle` of the library behind `module_path` (mpi4py.MPI.__file__).
+// Collective: duplicates the communicator `handle` of the library behind `module_path` (mpi4py.MPI.__file__), or of the
+// one that the program itself is linked to, if that is empty.
 std::unique_ptr<Communicator> connect(const std::string& module_path, int handle_size, intptr_t handle,
                                       const Constants& constants);
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The engine's C interface: what a framework's operations call inside a training step.
+// The engine's C interface: what a framework's operations call inside a training step, and what a program without
+// Python needs to make teams of its own (examples/c/two_teams.c).
 //
 // A plan is a fixed list of tensors that a team of ranks reduces together, once per step. One execution of a plan is
 // khpc_start of each of its tensors, as soon as each exists and in any order, and then khpc_wait of each. Ranks never
@@ -44,6 +45,71 @@ KHPC_API int khpc_allgatherv(int team, const void* in, int64_t nbytes, void* out
 
 // Number of ranks of a team, or -1 if there is no such team.
 KHPC_API int khpc_team_size(int team);
+
+// ---- Teams without Python. Include mpi.h before this header, initialize MPI with MPI_THREAD_MULTIPLE, and link to
+// nothing but this library and MPI.
+
+// What differs between MPI libraries; khpc_mpi_of() fills it in. Handles are sign-extended.
+typedef struct {
+  int handle_size;
+  intptr_t comm, byte, errors_return, status_ignore, in_place, float32, float64, int32, int64, sum;
+  int size;
+  const int* node_of_rank;  // any number per node
+} khpc_mpi;
+
+// Collective over the ranks of `mpi`. Returns the team, or -1. `threads`: communication threads, or 0 if start and wait
+// make the progress. A wait that takes longer than `timeout_seconds` is an error.
+KHPC_API int khpc_team_create(const khpc_mpi* mpi, int threads, double timeout_seconds);
+
+// Collective. Frees the team with its plans; arrays of khpc_empty stay.
+KHPC_API int khpc_team_free(int team);
+
+// Collective. Sums, averages, ... `count` elements in place and returns when it is done. `dtype`: "float32", "float64",
+// "float16", "bfloat16", "int32", "int64"; `op`: "sum", "mean", "min", "max".
+KHPC_API int khpc_allreduce(int team, void* data, int64_t count, const char* dtype, const char* op);
+
+// Collective. Returns zeroed memory that the ranks of the node can reach directly, so that khpc_allreduce of it or of a
+// part copies nothing; NULL on error. khpc_empty_free gives it back.
+KHPC_API void* khpc_empty(int team, int64_t nbytes);
+KHPC_API int khpc_empty_free(void* data);
+
+// Collective. Returns a plan for `count` tensors, in the order in which their values become known, or -1.
+KHPC_API int khpc_plan_create(int team, const char* name, int count, const char* const* tensors,
+                              const char* const* dtypes, const int64_t* elements, const char* op, int weighted);
+
+#ifdef MPI_VERSION
+#include <stdlib.h>
+#include <string.h>
+// Collective over `comm`. Free node_of_rank with free().
+static inline khpc_mpi khpc_mpi_of(MPI_Comm comm) {
+  khpc_mpi m;
+  MPI_Comm node;
+  int rank, leader;
+  int* nodes;
+  memset(&m, 0, sizeof m);
+  m.handle_size = (int)sizeof comm;
+  m.comm = (intptr_t)comm;  // a number or a pointer, by library
+  m.errors_return = (intptr_t)MPI_ERRORS_RETURN;
+  m.sum = (intptr_t)MPI_SUM;
+  m.byte = (intptr_t)MPI_BYTE;
+  m.float32 = (intptr_t)MPI_FLOAT;
+  m.float64 = (intptr_t)MPI_DOUBLE;
+  m.int32 = (intptr_t)MPI_INT32_T;
+  m.int64 = (intptr_t)MPI_INT64_T;
+  m.status_ignore = (intptr_t)MPI_STATUS_IGNORE;
+  m.in_place = (intptr_t)MPI_IN_PLACE;
+  MPI_Comm_rank(comm, &rank);
+  MPI_Comm_size(comm, &m.size);
+  MPI_Comm_split_type(comm, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &node);
+  leader = rank;
+  MPI_Bcast(&leader, 1, MPI_INT, 0, node);
+  MPI_Comm_free(&node);
+  nodes = (int*)malloc((size_t)m.size * sizeof(int));
+  MPI_Allgather(&leader, 1, MPI_INT, nodes, 1, MPI_INT, comm);
+  m.node_of_rank = nodes;
+  return m;
+}
+#endif
 
 // The calling thread's last error, one or more sentences. Valid until its next failing call.
 KHPC_API const char* khpc_last_error(void);
