@@ -40,6 +40,27 @@ def test_every_path_of_a_call_equals_numpy(nodes, path):
         check([[r[i]] for r in results], nodes, [count], [dtype], op)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_on_one_node_the_way_does_not_change_a_bit(ranks):
+    def work(team, rank):
+        found = []
+        for dtype in ("float16", "bfloat16", "float32", "float64"):
+            x = data_of(rank, [4099], [dtype])[0]
+            shared = team.empty(x.nbytes).view(x.dtype)
+            for op in ("sum", "mean"):
+                results = []
+                for path in ("slot", "staged", "push"):
+                    array = shared if path == "push" else np.empty_like(x)
+                    array[:] = x
+                    team.allreduce(as_bytes(array), dtype, op, path)
+                    results.append(array.tobytes())
+                found.append(len(set(results)))
+        return found
+
+    for found in run([0] * ranks, work):
+        assert found == [1] * 8
+
+
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 0, 0], [0, 1], [0, 1, 0, 1, 1]], ids=str)
 @pytest.mark.parametrize("path", ["staged", "push"])
 def test_large_calls_in_a_row(nodes, path):
