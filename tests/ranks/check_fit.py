@@ -8,7 +8,7 @@ from keras_cases import BATCH, Parts, assert_identical, assert_like_one_rank, da
 
 import keras_hpc
 
-RANKS = {"tensorflow": (2, 3), "jax": (2,)}
+RANKS = {"tensorflow": (3,), "jax": (2,)}
 
 
 @pytest.fixture(scope="module", autouse=True)
