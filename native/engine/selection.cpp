@@ -13,6 +13,7 @@ constexpr size_t kLargest = size_t{16} << 20;  // measured; what is larger goes 
 constexpr std::array kPaths = {Path::slot, Path::push, Path::staged, Path::library};
 // The library's sums are taken in an order of its own: it must be faster by this much to be worth it.
 constexpr double kLibraryGain = 1.05;
+constexpr int kRounds = 7;
 
 // The class of sizes (from, to) that holds `nbytes`: powers of four.
 std::pair<size_t, size_t> size_class(size_t nbytes) {
@@ -60,37 +61,45 @@ Path AllreduceCall::measure(const Buffer& buffer, bool in_area) {
     if (in_area && path == Path::staged) continue;  // the same work as push, and two copies more
     if (can(path, data, count, DType::float32, Op::sum)) paths.push_back(path);
   }
-  const int batch = nbytes < 16384 ? 20 : 1;
-  constexpr int rounds = 7;
-  std::vector<std::vector<double>> seconds(paths.size());
-  for (int round = 0; round < rounds; ++round)
-    for (size_t i = 0; i < paths.size(); ++i) {
-      std::fill(data, data + count, static_cast<float>(round));
-      take(Path::staged, {nullptr, 0, DType::float32, Op::sum, 1.0, 0});  // all begin together
-      const auto begin = Clock::now();
-      for (int k = 0; k < batch; ++k)
-        take(paths[i], {reinterpret_cast<std::byte*>(data), count, DType::float32, Op::sum, 1.0, 0});
-      seconds[i].push_back(seconds_since(begin));
-    }
-
+  const auto time = [&](Path path, int batch) {
+    std::fill(data, data + count, 1.0F);
+    take(Path::staged, {nullptr, 0, DType::float32, Op::sum, 1.0, 0});  // all begin together
+    const auto begin = Clock::now();
+    for (int k = 0; k < batch; ++k)
+      take(path, {reinterpret_cast<std::byte*>(data), count, DType::float32, Op::sum, 1.0, 0});
+    return seconds_since(begin) / batch;
+  };
   // The slowest rank counts, and all ranks must decide alike.
-  std::vector<double> mine;
-  for (const auto& s : seconds) mine.push_back(median(s));
-  const std::vector<double> all = gather(mine);
+  const auto slowest = [&](const std::vector<double>& mine) {
+    const std::vector<double> all = gather(mine);
+    std::vector<double> most(mine.size(), 0.0);
+    for (size_t i = 0; i < all.size(); ++i) most[i % mine.size()] = std::max(most[i % mine.size()], all[i]);
+    return most;
+  };
+
+  // A first look, which warms up, too: what is far behind, as a library that spins on shared cores, only costs time.
+  std::vector<double> first;
+  for (const Path path : paths) first.push_back(std::min(time(path, 1), time(path, 1)));
+  first = slowest(first);
+  const double limit = 4 * *std::min_element(first.begin(), first.end());
+  std::vector<Path> candidates;
+  for (size_t i = 0; i < paths.size(); ++i)
+    if (first[i] <= limit) candidates.push_back(paths[i]);
+
+  std::vector<double> medians;
+  std::vector<std::vector<double>> seconds(candidates.size());
+  for (int round = 0; round < kRounds && candidates.size() > 1; ++round)
+    for (size_t i = 0; i < candidates.size(); ++i) seconds[i].push_back(time(candidates[i], nbytes < 16384 ? 20 : 1));
   size_t best = 0;
-  double least = 0;
-  for (size_t i = 0; i < paths.size(); ++i) {
-    double slowest = 0;
-    for (size_t rank = 0; rank < static_cast<size_t>(topology_.size); ++rank)
-      slowest = std::max(slowest, all[rank * paths.size() + i]);
-    if (paths[i] == Path::library) slowest *= kLibraryGain;
-    if (i == 0 || slowest < least) {
-      best = i;
-      least = slowest;
-    }
+  if (candidates.size() > 1) {
+    for (const auto& s : seconds) medians.push_back(median(s));
+    medians = slowest(medians);
+    for (size_t i = 0; i < candidates.size(); ++i)
+      if (candidates[i] == Path::library) medians[i] *= kLibraryGain;
+    best = static_cast<size_t>(std::min_element(medians.begin(), medians.end()) - medians.begin());
   }
-  add_choice({in_area, from, to, paths[best]});
-  return paths[best];
+  add_choice({in_area, from, to, candidates[best]});
+  return candidates[best];
 }
 
 Path AllreduceCall::fallback(const void* data, size_t nbytes) const {
