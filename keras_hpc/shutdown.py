@@ -7,8 +7,13 @@ wait for it. So an uncaught exception aborts the job, after its traceback has be
 
 from __future__ import annotations
 
+import array
+import fcntl
 import logging
+import os
+import stat
 import sys
+import termios
 import time
 import types
 from typing import TYPE_CHECKING, Any
@@ -20,6 +25,9 @@ _log = logging.getLogger("keras_hpc")
 
 # A rank that called sys.exit with an error waits so long for the others to leave, too, before it ends the job.
 _GRACE_SECONDS = 2.0
+# An MPI that aborts kills its launcher's helpers too, with all of this rank's output that they have not passed on yet.
+_OUTPUT_SECONDS = 2.0
+_FORWARD_SECONDS = 0.2
 
 _previous: tuple[Any, Any] | None = None
 _exit_code: int = 0
@@ -72,5 +80,22 @@ def _abort(job: Job, code: int, reason: str) -> None:
     _log.error("rank %d ends the job: %s", job.rank, reason)
     sys.stdout.flush()
     sys.stderr.flush()
+    _wait_for_readers()
     if not MPI.Is_finalized():
         MPI.COMM_WORLD.Abort(code)
+
+
+def _wait_for_readers() -> None:
+    """Until the launcher has read what this process wrote to its stdout and stderr, if those are pipes."""
+    unread = array.array("i", [0])
+    deadline = time.monotonic() + _OUTPUT_SECONDS
+    for descriptor in (1, 2):
+        try:
+            while time.monotonic() < deadline and stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                fcntl.ioctl(descriptor, termios.FIONREAD, unread)
+                if unread[0] == 0:
+                    break
+                time.sleep(0.01)
+        except OSError:  # closed
+            continue
+    time.sleep(_FORWARD_SECONDS)

@@ -1,6 +1,10 @@
 """Bad luck: a job that cannot go on ends, on all ranks, soon, with a reason, and leaves nothing behind."""
 
 import re
+import select
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +42,18 @@ def test_one_rank_ends_the_job(how, visible, run_ranks):
     for pattern in visible:
         assert re.search(pattern, done.output), done.output
     _check_end(done)
+
+
+def test_abort_waits_until_its_output_was_read():
+    # A launcher that is slow to read must not lose the reason: MPI_Abort kills it with what it has not read.
+    script = "import sys; from keras_hpc import shutdown; sys.stderr.write('why'); shutdown._wait_for_readers()"
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        select.select([process.stderr], [], [], 30)
+        time.sleep(1)
+        assert process.poll() is None
+        assert process.stderr.read() == b"why"
+        assert process.wait(30) == 0
 
 
 @pytest.mark.parametrize("how", ["raise", "kill", "fewer-batches"])
