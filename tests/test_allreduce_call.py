@@ -81,7 +81,7 @@ def test_parts_of_a_shared_array_must_be_the_same_part():
     def work(team, rank):
         x = team.empty(4 * 10_000).view(np.float32)
         with pytest.raises(_native.PlanMismatchError, match="different parts"):
-            team.allreduce(as_bytes(x[rank : 5_000 + rank]), "float32", "sum")
+            team.allreduce(as_bytes(x[rank : 5_000 + rank]), "float32", "sum", "push")
         private = np.ones(5_000, np.float32)
         with pytest.raises(_native.PlanMismatchError, match=r"in memory of keras_hpc\.empty"):
             team.allreduce(as_bytes(private if rank else x[:5_000]), "float32", "sum", "staged" if rank else "push")

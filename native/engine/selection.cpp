@@ -71,7 +71,7 @@ Path AllreduceCall::measure(const Buffer& buffer, bool in_area) {
   };
   // The slowest rank counts, and all ranks must decide alike.
   const auto slowest = [&](const std::vector<double>& mine) {
-    const std::vector<double> all = gather(mine);
+    const std::vector<double> all = meeting_->gather(mine);
     std::vector<double> most(mine.size(), 0.0);
     for (size_t i = 0; i < all.size(); ++i) most[i % mine.size()] = std::max(most[i % mine.size()], all[i]);
     return most;

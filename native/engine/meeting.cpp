@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/meeting.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "common/error.hpp"
+
+namespace keras_hpc {
+namespace {
+
+size_t at(int i) {
+  return static_cast<size_t>(i);
+}
+
+constexpr size_t kLine = 64;
+constexpr size_t kPage = 4096;
+
+// Looks at what other ranks have done, before the first one at the clock.
+constexpr int kGlances = 64;
+constexpr size_t kPostBytes = kLine + Meeting::kSlotBytes;
+constexpr int kDataTag = 1;
+constexpr int kWordTag = 2;
+constexpr size_t kMessageBytes = sizeof(int64_t) + Meeting::kSlotBytes;
+// What the first rank of a node tells the others if the ranks of its own node disagree.
+constexpr int64_t kDisagreement = -1;
+
+}  // namespace
+
+// Two of them take turns: a rank writes the one of call k again in call k + 2, and by then all others have posted call
+// k + 1, which they do after they have read that of call k.
+struct alignas(64) Meeting::Post {
+  std::atomic<uint64_t> call;  // written last
+  int64_t signature;
+  int64_t place;  // in an area: its id and the offset
+  std::byte small[kLine - 24];
+};
+
+struct Meeting::Counters {
+  alignas(128) std::atomic<uint64_t> handed_out;  // the last call whose slice of this rank all may read
+  alignas(128) std::atomic<uint64_t> consumed;    // the last staged call whose results this rank has copied out
+  alignas(128) std::atomic<uint64_t> compared;    // the last call that the first rank has compared with other nodes
+  std::atomic<uint64_t> refused_call;             // the last call for which another node wanted something else,
+  int64_t refused;                                // namely this
+};
+
+Meeting::Meeting(const TeamContext& team, Transport& transport, Channel& control, Describe describe)
+    : team_(team), topology_(*team.topology), describe_(describe), channel_(transport.open_channel()) {
+  const auto local = at(topology_.local_size());
+  const size_t counters = (local * sizeof(Counters) + kPage - 1) / kPage * kPage;
+  segment_ = transport.open_segment(control, counters + 2 * local * kPostBytes);
+  counters_ = reinterpret_cast<Counters*>(segment_->data());
+  posts_ = segment_->data() + counters;
+}
+
+Meeting::~Meeting() = default;
+
+std::string Meeting::disagreement(int64_t mine, const std::string& other, int64_t theirs) const {
+  return "Ranks disagree on what to reduce: rank " + std::to_string(topology_.rank) + " asks for the " +
+         describe_(mine) + ", " + other + " for the " +
+         (theirs == kDisagreement ? "result of ranks that disagree themselves" : describe_(theirs)) + ".";
+}
+
+Meeting::Post& Meeting::post_of(int local_rank) const {
+  const size_t index = (call_ & 1) * at(topology_.local_size()) + at(local_rank);
+  return *reinterpret_cast<Post*>(posts_ + index * kPostBytes);
+}
+
+std::byte* Meeting::posted(int local_rank, size_t nbytes) const {
+  Post& post = post_of(local_rank);
+  return nbytes <= sizeof post.small ? post.small : reinterpret_cast<std::byte*>(&post + 1);
+}
+
+// ---- waiting
+
+template <class Value>
+void Meeting::wait_for_ranks(int ranks, uint64_t target, Value&& value) {
+  int late = 0;
+  const auto ready = [&] {
+    while (late < ranks && value(late) >= target) ++late;
+    return late == ranks;
+  };
+  // Asked before each sleep.
+  const auto abandoned = [&] {
+    if (team_.bells[late].fate != Fate::left) return false;
+    throw Error("Waited in allreduce for rank " + std::to_string(topology_.local_ranks()[at(late)]) +
+                ", which has already left the job (it called finalize or reached the end of its script). Do all " +
+                "ranks make the same calls?");
+  };
+  for (int i = 0; i < kGlances; ++i)
+    if (ready()) return;
+  wake_others();
+  const double first = std::min(team_.stall_seconds, team_.timeout_seconds);
+  if (wait_for(team_.patience, team_.my_bell(), first, ready, abandoned)) return;
+  const int rank = topology_.local_ranks()[at(late)];
+  if (team_.timeout_seconds > first) {
+    std::fprintf(stderr, "keras_hpc: waiting: rank %d waits in allreduce (team %d) for rank %d, for %.0f s now\n",
+                 topology_.rank, team_.number, rank, first);
+    if (wait_for(team_.patience, team_.my_bell(), team_.timeout_seconds - first, ready, abandoned)) return;
+  }
+  throw Timeout(late_text() + "rank " + std::to_string(rank) + ". Do all ranks make the same calls?");
+}
+
+std::string Meeting::late_text() const {
+  return "Waited " + std::to_string(static_cast<int>(team_.timeout_seconds)) + " s in allreduce (team " +
+         std::to_string(team_.number) + ", rank " + std::to_string(topology_.rank) + ") for ";
+}
+
+// Messages from other nodes ring no bell: sleep briefly.
+template <class Ready>
+void Meeting::poll(Ready&& ready, int peer) {
+  wake_others();
+  if (!wait_for(team_.patience, team_.my_bell(), team_.timeout_seconds, ready, [] { return true; }))
+    throw Timeout(late_text() + "a message from rank " + std::to_string(peer) + ". Do all ranks make the same calls?");
+}
+
+// Looking whether somebody sleeps needs a fence, which waits until this rank's own stores have reached the others. So
+// it comes late: before this rank waits or works for long, and at the end of the call.
+void Meeting::wake_others() {
+  if (!unannounced_) return;
+  unannounced_ = false;
+  team_.ring_node();
+}
+
+void Meeting::hand_out(uint64_t call) {
+  counters_[topology_.local_rank].handed_out.store(call, std::memory_order_release);
+  unannounced_ = true;
+}
+
+void Meeting::wait_until_handed_out(int owners, uint64_t call) {
+  wait_for_ranks(owners, call, [&](int r) { return counters_[r].handed_out.load(std::memory_order_acquire); });
+}
+
+void Meeting::wait_until_consumed(uint64_t call) {
+  wait_for_ranks(topology_.local_size(), call,
+                 [&](int r) { return counters_[r].consumed.load(std::memory_order_acquire); });
+}
+
+void Meeting::consumed(uint64_t call) {
+  counters_[topology_.local_rank].consumed.store(call, std::memory_order_release);
+  unannounced_ = true;
+}
+
+// ---- what every call begins with
+
+void Meeting::post(int64_t signature, int64_t place, const void* data, size_t nbytes) {
+  ++call_;
+  Post& mine = post_of(topology_.local_rank);
+  mine.signature = signature;
+  mine.place = place;
+  if (nbytes > 0) copy_shared(posted(topology_.local_rank, nbytes), data, nbytes);
+  mine.call.store(call_, std::memory_order_release);
+  unannounced_ = true;
+}
+
+void Meeting::meet() {
+  wait_for_ranks(topology_.local_size(), call_, [&](int r) { return post_of(r).call.load(std::memory_order_acquire); });
+  const Post& mine = post_of(topology_.local_rank);
+  for (int r = 0; r < topology_.local_size(); ++r) {
+    const Post& other = post_of(r);
+    if (other.signature == mine.signature && other.place == mine.place) continue;
+    consumed(call_);
+    if (topology_.node_count > 1 && topology_.local_rank == 0) exchange(kDisagreement, nullptr, 0);
+    const std::string rank = "rank " + std::to_string(topology_.local_ranks()[at(r)]);
+    if (other.signature != mine.signature) throw PlanMismatch(disagreement(mine.signature, rank, other.signature));
+    throw PlanMismatch("Ranks disagree on what to reduce: rank " + std::to_string(topology_.rank) + " and " + rank +
+                       " gave different arrays, or different parts, of keras_hpc.empty.");
+  }
+}
+
+// ---- between nodes
+
+void Meeting::across_nodes(void* data, size_t count, DType dtype, Op op) {
+  reduce_nodes(data, count, dtype, op, kDataTag);
+}
+
+void Meeting::reduce_nodes(void* data, size_t count, DType dtype, Op op, int tag) {
+  if (count == 0) return;
+  const auto allreduce = make_allreduce(
+      {*channel_, topology_.peers_of_slice(topology_.local_rank), topology_.node, data, count, dtype, op, tag});
+  poll([&] { return allreduce->advance(); }, allreduce->waiting_for());
+}
+
+int64_t Meeting::exchange(int64_t signature, const void* data, size_t nbytes) {
+  if (topology_.node_count > kFewNodes) {
+    int64_t extremes[] = {signature, -signature};
+    reduce_nodes(extremes, 2, DType::int64, Op::max, kWordTag);
+    return extremes[0] != signature ? extremes[0] : -extremes[1];
+  }
+  const auto me = at(topology_.node);
+  const std::vector<int> peers = topology_.peers_of_slice(0);
+  messages_.resize(peers.size() * kMessageBytes);
+  std::memcpy(message(me), &signature, sizeof signature);
+  if (nbytes > 0) std::memcpy(message(me) + sizeof signature, data, nbytes);
+  std::vector<std::pair<int, RequestPtr>> requests;
+  for (size_t i = 0; i < peers.size(); ++i) {
+    if (i == me) continue;
+    requests.emplace_back(peers[i], channel_->receive(message(i), kMessageBytes, peers[i], kWordTag));
+    requests.emplace_back(peers[i], channel_->send(message(me), sizeof signature + nbytes, peers[i], kWordTag));
+  }
+  for (const auto& [peer, request] : requests) poll([r = request.get()] { return r->test(); }, peer);
+  for (size_t i = 0; i < peers.size(); ++i) {
+    int64_t theirs = 0;
+    std::memcpy(&theirs, message(i), sizeof theirs);
+    if (theirs != signature) return theirs;
+  }
+  return signature;
+}
+
+std::byte* Meeting::message(size_t node) {
+  return messages_.data() + node * kMessageBytes;
+}
+
+const std::byte* Meeting::posted_by_node(int node) const {
+  return messages_.data() + at(node) * kMessageBytes + sizeof(int64_t);
+}
+
+void Meeting::compare_nodes(const void* data, size_t nbytes) {
+  if (topology_.node_count == 1) return;
+  const int64_t mine = post_of(topology_.local_rank).signature;
+  Counters& first = counters_[0];
+  if (topology_.local_rank == 0) {
+    if (const int64_t theirs = exchange(mine, data, nbytes); theirs != mine) {
+      first.refused = theirs;
+      first.refused_call.store(call_, std::memory_order_relaxed);
+    }
+    first.compared.store(call_, std::memory_order_release);
+    unannounced_ = true;
+  } else {
+    wait_for_ranks(1, call_, [&](int) { return first.compared.load(std::memory_order_acquire); });
+  }
+  if (first.refused_call.load(std::memory_order_relaxed) != call_) return;
+  consumed(call_);
+  throw PlanMismatch(disagreement(mine, "a rank of another node", first.refused));
+}
+
+std::vector<double> Meeting::gather(const std::vector<double>& mine) {
+  std::vector<double> all(mine.size() * at(topology_.size));
+  const std::vector<size_t> nbytes_by_rank(at(topology_.size), mine.size() * sizeof(double));
+  const RequestPtr request = channel_->allgather(mine.data(), all.data(), nbytes_by_rank);
+  poll([&] { return request->test(); }, topology_.rank == 0 ? 1 : 0);
+  return all;
+}
+
+}  // namespace keras_hpc
