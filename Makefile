@@ -14,10 +14,10 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native examples/c -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint format clean
+.PHONY: help demo test bench bench-hosts lint format clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
 demo: .venv/stamp-demo  ## train a CNN on real digits on 1 rank and on 2; charts go to results/
 	$(BIN)/python -m examples.cnn.demo
@@ -25,10 +25,20 @@ demo: .venv/stamp-demo  ## train a CNN on real digits on 1 rank and on 2; charts
 test: .venv/stamp-test  ## all tests, ranks started by mpiexec included
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+BENCH := $(BIN)/python -m keras_hpc bench
+PAGE := $(BENCH) page docs/performance/*.json --out docs/performance.md
+
 bench: .venv/stamp-demo  ## measure the engine against the MPI library; writes docs/performance.md
 	mkdir -p docs/performance
-	$(BIN)/python -m keras_hpc bench allreduce --ranks 2 --json docs/performance/$(MPI).json --plot docs/performance/$(MPI).png
-	$(BIN)/python -m keras_hpc bench page docs/performance/*.json --out docs/performance.md
+	$(BENCH) allreduce --ranks 2 --json docs/performance/$(MPI).json --plot docs/performance/$(MPI).png
+	$(BENCH) overlap --ranks 2 --json docs/performance/$(MPI)-overlap.json
+	$(PAGE)
+
+bench-hosts: .venv/stamp-demo  ## the same on 2 hosts made of namespaces, 2 ranks each (needs root and iproute2)
+	mkdir -p docs/performance
+	$(BENCH) allreduce --ranks 2 --hosts 2 --json docs/performance/$(MPI)-hosts.json
+	$(BENCH) allreduce --ranks 2 --hosts 2 --bytes 128Ki,1Mi,8Mi,64Mi --wire-dtype float16 --json docs/performance/$(MPI)-hosts-float16.json
+	$(PAGE)
 
 lint: .venv/stamp-test .venv/stamp-lint  ## ruff, clang-format, mypy
 	$(BIN)/ruff check .

@@ -61,6 +61,7 @@ def init(
     threads_per_team: int | Literal["auto"] = "auto",
     shard: bool = True,
     batch: Literal["local", "global"] = "local",
+    wire_dtype: Literal["float16", "bfloat16"] | None = None,
     timeout_seconds: float = 300.0,
     stall_seconds: float = 30.0,
     trace: str | None = None,
@@ -79,6 +80,9 @@ def init(
         shard: give every rank its own part of the data sets passed to `fit` and `evaluate`. False for scripts that
             already read their own part.
         batch: "local": `batch_size` is one rank's batch. "global": it is divided among the ranks.
+        wire_dtype: gradients of float32 are rounded to it on their way between nodes: half the bytes. They are summed
+            in float32, and all ranks get the same bits. "bfloat16" has the range of float32, "float16" three more bits
+            and no values beyond 65,504. None: they travel as they are.
         timeout_seconds: a wait for other ranks that takes longer ends the job with a report.
         stall_seconds: a wait that takes longer is reported on stderr.
         trace: path of a JSON file to which `finalize` writes what was communicated when (Chrome and Perfetto show it).
@@ -91,7 +95,7 @@ def init(
     global _job
     if _job is not None:
         raise RuntimeError("keras_hpc.init() was called twice. Call it once per process, or finalize() in between.")
-    _check_arguments(teams, threads_per_team, batch, timeout_seconds, stall_seconds)
+    _check_arguments(teams, threads_per_team, batch, wire_dtype, timeout_seconds, stall_seconds)
     from keras_hpc import backends, keras_hooks
 
     backend = backends.current()
@@ -118,9 +122,17 @@ def init(
     )
     for index in range(teams):
         job.teams.append(make_team(world, index, threads, timeout_seconds, stall_seconds))
+        job.teams[-1].wire_dtype = wire_dtype
     job.teams[0].agree(
         "The arguments of keras_hpc.init()",
-        [f"teams={teams}", f"shard={shard}", f"batch={batch}", f"threads={threads}", f"backend={backend.__name__}"],
+        [
+            f"teams={teams}",
+            f"shard={shard}",
+            f"batch={batch}",
+            f"wire_dtype={wire_dtype}",
+            f"threads={threads}",
+            f"backend={backend.__name__}",
+        ],
     )
     keras_hooks.install(job)
     shutdown.install(job)
@@ -233,7 +245,9 @@ def _show_notices() -> None:
         _log.setLevel(logging.INFO)
 
 
-def _check_arguments(teams: Any, threads: Any, batch: Any, timeout_seconds: Any, stall_seconds: Any) -> None:
+def _check_arguments(
+    teams: Any, threads: Any, batch: Any, wire_dtype: Any, timeout_seconds: Any, stall_seconds: Any
+) -> None:
     if not isinstance(teams, int) or teams < 1:
         raise ValueError(f"`teams` is the number of teams. Expected an integer >= 1. Received: teams={teams!r}")
     if threads != "auto" and (not isinstance(threads, int) or not 0 <= threads <= 16):
@@ -243,6 +257,11 @@ def _check_arguments(teams: Any, threads: Any, batch: Any, timeout_seconds: Any,
         )
     if batch not in ("local", "global"):
         raise ValueError(f"`batch` says whose batch size is meant. Expected 'local' or 'global'. Received: {batch!r}")
+    if wire_dtype not in (None, "float16", "bfloat16"):
+        raise ValueError(
+            "`wire_dtype` is what gradients are rounded to between nodes. Expected None, 'float16' or 'bfloat16'. "
+            f"Received: wire_dtype={wire_dtype!r}"
+        )
     for name, value in (("timeout_seconds", timeout_seconds), ("stall_seconds", stall_seconds)):
         if not isinstance(value, (int, float)) or not value > 0:
             raise ValueError(f"`{name}` is a time. Expected a number of seconds > 0. Received: {name}={value!r}")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way an allreduce of an array takes: measured by the engine, kept for the next job, or given by the user.
+"""Which way an allreduce takes: measured by the engine, kept for the next job, or given by the user.
 
-`KERAS_HPC_ALLREDUCE` overrides it, by ranges of sizes: `private:0-1Ki=slot,1Ki-=staged;segment:0-=push`.
+`KERAS_HPC_ALLREDUCE` overrides it, by ranges of sizes: `private:0-1Ki=slot,1Ki-=staged;segment:0-=push` for arrays, and
+`network:0-64Ki=recursive_doubling,64Ki-=ring` for what each rank sends to other nodes, of arrays and gradients.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ if TYPE_CHECKING:
     from keras_hpc.teams import Team
 
 VARIABLE = "KERAS_HPC_ALLREDUCE"
-_KINDS = ("private", "segment")
-_PATHS = {"private": ("slot", "staged", "library"), "segment": ("slot", "push", "staged", "library")}
+_WAYS = {
+    "private": ("slot", "staged", "library"),
+    "segment": ("slot", "push", "staged", "library"),
+    "network": ("recursive_doubling", "rabenseifner", "ring", "pairwise"),
+}
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _SLOT_BYTES = 64 << 10
 _ANY = 2**63  # larger than any array
-_VERSION = 1  # of what is kept: ways or classes of sizes have changed where it differs
+_VERSION = 2  # of what is kept: ways or classes of sizes have changed where it differs
 
 
-Choice = list[Any]  # kind, first byte, end, path
+Choice = list[Any]  # place, first byte, end, way
 
 
 def restore(team: Team, key: str) -> None:
@@ -54,8 +58,8 @@ def restore(team: Team, key: str) -> None:
     choices, error = team.allgather_object([choices, error])[0]
     if error:
         raise ValueError(error)
-    for kind, begin, end, path in choices:
-        team.native.add_choice(kind == "segment", begin, end, path)
+    for choice in choices:
+        team.native.add_choice(*choice)
 
 
 def keep(team: Team, key: str) -> None:
@@ -64,10 +68,10 @@ def keep(team: Team, key: str) -> None:
     if team.rank != 0 or os.environ.get(VARIABLE) or not choices:
         return
     everything = _read()
-    merged = {(kind, begin, end): path for kind, begin, end, path in (*everything.get(key, []), *choices)}
+    merged = {(place, begin, end): way for place, begin, end, way in (*everything.get(key, []), *choices)}
     if len(merged) == len(everything.get(key, [])):
         return
-    everything[key] = [[*where, path] for where, path in merged.items()]
+    everything[key] = [[*where, way] for where, way in merged.items()]
     with contextlib.suppress(OSError):
         _file().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=_file().parent, delete=False) as file:
@@ -77,8 +81,7 @@ def keep(team: Team, key: str) -> None:
 
 def known(team: Team) -> list[Choice]:
     """Returns what the team knows; of those that fit a size, the last counts."""
-    rows = [[_KINDS[in_area], begin, end, path] for in_area, begin, end, path in team.native.choices()]
-    return rows[::-1]
+    return [list(choice) for choice in reversed(team.native.choices())]
 
 
 def key_of(world: launch.World) -> str:
@@ -91,14 +94,14 @@ def describe(team: Team) -> str:
     """Returns what the team knows, for people: "private 64 B: slot, 4 KiB: staged"."""
     choices = known(team)
     parts = []
-    for kind in _KINDS:
+    for place in _WAYS:
         ways = {}
         for nbytes in (16 * 4**k for k in range(11)):
-            fitting = [path for k, begin, end, path in choices if k == kind and begin <= nbytes < end]
+            fitting = [way for where, begin, end, way in choices if where == place and begin <= nbytes < end]
             if fitting:
                 ways[_size(nbytes)] = fitting[-1]
         if ways:
-            parts.append(f"{kind} " + ", ".join(f"{size}: {path}" for size, path in ways.items()))
+            parts.append(f"{place} " + ", ".join(f"{size}: {way}" for size, way in ways.items()))
     return "; ".join(parts)
 
 
@@ -110,19 +113,20 @@ def parse(text: str) -> list[Choice]:
     """
     choices: list[Choice] = []
     for part in filter(None, (p.strip() for p in text.split(";"))):
-        kind, _, ranges = part.partition(":")
+        place, _, ranges = part.partition(":")
         for one in ranges.split(","):
             match = re.fullmatch(r"\s*(\d+)(Ki|Mi|Gi)?-(?:(\d+)(Ki|Mi|Gi)?)?=(\w+)\s*", one)
-            if kind not in _KINDS or not match or match[5] not in _PATHS[kind]:
+            if place not in _WAYS or not match or match[5] not in _WAYS[place]:
                 raise ValueError(
                     f"{VARIABLE} names a way for each range of sizes. Expected for example 'private:0-1Ki=slot,"
-                    f"1Ki-=staged;segment:0-=push' with the ways {', '.join(_PATHS['segment'])}. Received: {part!r}"
+                    f"1Ki-=staged;segment:0-=push;network:0-=ring' with the ways {', '.join(_WAYS['segment'])} "
+                    f"for arrays and {', '.join(_WAYS['network'])} between nodes. Received: {part!r}"
                 )
             begin = int(match[1]) * _UNITS[match[2] or ""]
             end = int(match[3]) * _UNITS[match[4] or ""] if match[3] else _ANY
             if match[5] == "slot" and end > _SLOT_BYTES + 1:
                 raise ValueError(f"{VARIABLE}: the way 'slot' takes 64 KiB at most. Received: {one!r}")
-            choices.append([kind, begin, end, match[5]])
+            choices.append([place, begin, end, match[5]])
     return choices
 
 

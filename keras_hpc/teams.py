@@ -38,9 +38,18 @@ class Plan:
         team: the team that reduces it.
     """
 
-    def __init__(self, team: Team, key: str, tensors: Sequence[TensorSpec], op: str, weighted: bool) -> None:
+    def __init__(
+        self,
+        team: Team,
+        key: str,
+        tensors: Sequence[TensorSpec],
+        op: str,
+        weighted: bool,
+        wire_dtype: str | None,
+        in_segment: bool,
+    ) -> None:
         specs = [(t.name, t.dtype, math.prod(t.shape)) for t in tensors]
-        self._native = team.native.plan(key, specs, op, weighted)
+        self._native = team.native.plan(key, specs, op, weighted, wire_dtype or "", in_segment)
         self.id: int = self._native.id
         self.tensors = tuple(tensors)
         self.op = op
@@ -55,6 +64,12 @@ class Plan:
         """Blocks until the array given to `start` holds the result."""
         self._native.wait(tensor)
 
+    def array(self, tensor: int) -> np.ndarray:
+        """Returns the memory of a tensor of a plan made with `in_segment=True`: what `start` takes."""
+        spec = self.tensors[tensor]
+        array: np.ndarray = self._native.memory(tensor).view(dtype_of(spec.dtype)).reshape(spec.shape)
+        return array
+
 
 class Team:
     """Ranks that reduce together. Made by `keras_hpc.init`.
@@ -66,6 +81,7 @@ class Team:
         size: number of ranks.
         ranks: the ranks of the job that belong to it.
         node_count: number of nodes.
+        wire_dtype: "float16" or "bfloat16" if gradients of float32 are rounded to it on their way between nodes.
         selection_key: under which measured choices are kept; empty with one rank.
     """
 
@@ -77,10 +93,19 @@ class Team:
         self.size: int = native.size
         self.node_count: int = native.node_count
         self.ranks = tuple(ranks)
+        self.wire_dtype: str | None = None
         self.selection_key = ""
         self._plans: dict[tuple[Any, ...], Plan] = {}
 
-    def plan(self, key: str, tensors: Sequence[TensorSpec], op: str = "mean", weighted: bool = True) -> Plan:
+    def plan(
+        self,
+        key: str,
+        tensors: Sequence[TensorSpec],
+        op: str = "mean",
+        weighted: bool = True,
+        wire_dtype: str | None = None,
+        in_segment: bool = False,
+    ) -> Plan:
         """Returns the plan for these tensors. Collective at the first call with these arguments.
 
         Args:
@@ -88,13 +113,16 @@ class Team:
             tensors: what to reduce, in the order in which the values become known.
             op: "mean", "sum", "min" or "max".
             weighted: with "mean", weight each rank by the number of samples it gives with each step.
+            wire_dtype: "float16" or "bfloat16": round float32 to it between nodes; sums are taken in float32, and all
+                ranks get the same bits.
+            in_segment: the tensors live in memory that the ranks of a node share (`Plan.array`), and nothing is copied.
 
         Raises:
             PlanMismatchError: ranks ask for different tensors.
         """
-        signature = (key, tuple(tensors), op, weighted)
+        signature = (key, tuple(tensors), op, weighted, wire_dtype, in_segment)
         if signature not in self._plans:
-            self._plans[signature] = Plan(self, key, tensors, op, weighted)
+            self._plans[signature] = Plan(self, key, tensors, op, weighted, wire_dtype, in_segment)
         return self._plans[signature]
 
     def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
@@ -161,13 +189,23 @@ class Team:
         self.native.close()
 
 
-def make_team(world: World, index: int, threads: int, timeout_seconds: float, stall_seconds: float) -> Team:
+def make_team(
+    world: World, index: int, threads: int, timeout_seconds: float, stall_seconds: float, waiting: str = "auto"
+) -> Team:
     """Makes a team of all ranks. Collective.
+
+    Args:
+        world: the ranks.
+        index: number of the team.
+        threads: communication threads on each rank.
+        timeout_seconds: a wait that takes longer is an error.
+        stall_seconds: a wait that takes longer is reported.
+        waiting: "spin", "yield" or "sleep", for measuring; "auto" does what fits the ranks and cores of the node.
 
     Raises:
         ValueError: the environment asks for ways of an allreduce that do not exist.
     """
-    native = _native.Team(world.transport(), index, threads, timeout_seconds, stall_seconds)
+    native = _native.Team(world.transport(), index, threads, timeout_seconds, stall_seconds, waiting)
     team = Team(index, native, range(world.size))
     if world.size > 1:
         team.selection_key = selection.key_of(world)
@@ -213,6 +251,16 @@ def team_of(model_or_optimizer: Any) -> Team:
     if number is None and optimizer is not None:
         number = _assigned.get(optimizer)
     return job().teams[number or 0]
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Returns NumPy's dtype of a name; "bfloat16" is not one of its own."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        name = ml_dtypes.bfloat16
+    dtype: np.dtype[Any] = np.dtype(name)
+    return dtype
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

@@ -1,8 +1,16 @@
 """`python -m keras_hpc bench`: what it writes. How fast anything is, no test says."""
 
 import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
+
+from keras_hpc.bench.hosts import Hosts, HostsError
 
 pytestmark = pytest.mark.mpi
 
@@ -40,6 +48,61 @@ def test_allreduce_uses_the_ranks_it_is_started_with(run_ranks, tmp_path):
     assert len(content["rows"]) == 6
 
 
+def test_allreduce_makes_hosts(run_ranks, tmp_path):
+    try:
+        with Hosts(1):
+            pass
+    except HostsError as why:
+        pytest.skip(str(why))
+    report = tmp_path / "report.json"
+    args = ["-m", "keras_hpc", "bench", "allreduce", "--ranks", "2", "--hosts", "2", "--bytes", "4,1Mi"]
+    args += ["--seconds", "0.1", "--mbit", "2000", "--wire-dtype", "bfloat16", "--json", report]
+    run_ranks(1, args, mpi=False)
+    content = json.loads(report.read_text())
+    assert (content["ranks"], content["nodes"], content["mbit"]) == (4, 2, 2000)
+    large = [row for row in content["rows"] if row["bytes"] == 2**20]
+    for row in large:
+        # The links are as fast as asked for: float32 needs this long at least, 16 bits half of it, burst aside.
+        assert row["floor_us"] == pytest.approx(2**20 * 8 / 2000)
+        assert row["mpi_us"] > 0.7 * row["floor_us"]
+        assert row["keras_hpc_us"] > 0.35 * row["floor_us"]
+        assert row["algorithm"].split(", ")[0] in ("push", "staged", "plan")
+    assert not list(Path(tempfile.gettempdir()).glob("keras_hpc-hosts-*"))
+
+
+def test_hosts_end_with_the_process_that_made_them():
+    try:
+        with Hosts(1):
+            pass
+    except HostsError as why:
+        pytest.skip(str(why))
+    script = (
+        "import os; from keras_hpc.bench.hosts import Hosts; h = Hosts(2, 100).__enter__(); "
+        "print(*[k.pid for k in h._keepers.values()], h._folder, flush=True); os._exit(1)"
+    )
+    words = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False).stdout.split()
+    shutil.rmtree(words[-1])
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in words[:-1]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_overlap(run_ranks, tmp_path):
+    report, page = tmp_path / "report.json", tmp_path / "page.md"
+    args = ["-m", "keras_hpc", "bench", "overlap", "--compute-ms", "1", "--steps", "5", "--bytes", "64Ki"]
+    text = run_ranks(1, [*args, "--ranks", "2", "--json", report], mpi=False).output
+    content = json.loads(report.read_text())
+    assert [row["strategy"] in text for row in content["rows"]] == [True] * 6
+    for row in content["rows"]:
+        assert row["tensors"] == 8
+        assert row["bytes"] == 65536
+        assert row["ratio"] == pytest.approx(row["step_ms"] / row["compute_ms"], rel=0.1)
+        assert min(row["compute_ms"], row["alone_ms"], row["step_ms"]) > 0
+    run_ranks(1, ["-m", "keras_hpc", "bench", "page", report, "--out", page], mpi=False)
+    assert page.read_text().count("\n| ") == 7
+
+
 @pytest.mark.parametrize(
     ("words", "ranks", "said"),
     [
@@ -47,6 +110,8 @@ def test_allreduce_uses_the_ranks_it_is_started_with(run_ranks, tmp_path):
         (["allreduce", "--bytes", "4,x"], 1, "Received: 'x'"),
         (["allreduce", "--ranks", "2"], 2, "there is a launcher already"),
         (["allreduce", "--ranks", "1"], 1, "Expected two or more"),
+        (["allreduce", "--mbit", "100"], 1, "Give both"),
+        (["overlap", "--bytes", "4,8", "--ranks", "2"], 1, "Received: 2 sizes"),
         (["page", "missing.json", "--out", "x.md"], 1, "No such report: missing.json"),
         ([], 1, "usage"),
     ],

@@ -27,6 +27,30 @@ def test_plan_on_any_shape_of_nodes(nodes, threads):
     check(run(nodes, work, threads), nodes, counts, dtypes, "sum", step=2)
 
 
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES.keys())
+def test_tensors_that_live_in_the_segment(nodes, threads):
+    counts = [1, 7, 300, 300_000, 64, 5, 100_003, 2]
+    dtypes = ["float32"] * 6 + ["float64", "bfloat16"]
+    weights = [float(rank % 3) if len(nodes) > 1 else 1.0 for rank in range(len(nodes))]
+
+    def work(team, rank):
+        specs = [(f"t{i}", dtype, n) for i, (n, dtype) in enumerate(zip(counts, dtypes, strict=True))]
+        plan = team.plan("test", specs, "mean", True, "", True)
+        arrays = [plan.memory(i).view(DTYPES[dtype]) for i, dtype in enumerate(dtypes)]
+        for step in range(3):
+            for i, data in enumerate(data_of(rank, counts, dtypes, step)):
+                arrays[i][:] = data
+                plan.start(i, as_bytes(arrays[i]), weights[rank])
+            for i in range(len(arrays)):
+                plan.wait(i)
+        with pytest.raises(_native.Error, match="own memory"):
+            plan.start(0, as_bytes(np.zeros(1, np.float32)), 1.0)
+        return arrays  # they outlive the team
+
+    check(run(nodes, work, threads), nodes, counts, dtypes, "mean", weights, step=2)
+
+
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("nodes", [NODES["3 on 1"], NODES["3 x 1"], NODES["1 + 3"]], ids=["node", "network", "uneven"])

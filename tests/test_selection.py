@@ -30,10 +30,17 @@ def test_ranks_choose_alike_and_once(nodes):
 
     everyone = run(nodes, work)
     assert everyone.count(everyone[0]) == len(nodes)
-    assert len(everyone[0]) == 8
-    for in_area, begin, end, path in everyone[0]:
+    arrays = [choice for choice in everyone[0] if choice[0] != "network"]
+    assert len(arrays) == 8
+    assert (len(everyone[0]) > 8) == (len(set(nodes)) > 1)
+    ways = {
+        "private": ("slot", "staged"),
+        "segment": ("slot", "push"),
+        "network": ("recursive_doubling", "rabenseifner", "ring", "pairwise"),
+    }
+    for place, begin, end, way in everyone[0]:
         assert begin < end
-        assert path in (("slot", "push") if in_area else ("slot", "staged"))
+        assert way in ways[place]
 
 
 def test_nothing_is_measured_on_one_rank():
@@ -42,7 +49,7 @@ def test_nothing_is_measured_on_one_rank():
 
 def test_float16_goes_another_way_than_the_library_which_has_none():
     def work(team, rank):
-        team.add_choice(False, 0, 2**40, "library")  # threads have no library at all
+        team.add_choice("private", 0, 2**40, "library")  # threads have no library at all
         x = np.ones(100, np.float16)
         team.allreduce(as_bytes(x), "float16", "sum")
         assert np.all(x == 2)
@@ -52,16 +59,18 @@ def test_float16_goes_another_way_than_the_library_which_has_none():
 
 def test_wishes():
     assert selection.parse("") == []
-    assert selection.parse("private:0-1Ki=slot, 1Ki-=staged; segment:0-=push") == [
+    assert selection.parse("private:0-1Ki=slot, 1Ki-=staged; segment:0-=push;network:0-=ring") == [
         ["private", 0, 1024, "slot"],
         ["private", 1024, 2**63, "staged"],
         ["segment", 0, 2**63, "push"],
+        ["network", 0, 2**63, "ring"],
     ]
     for wrong in (
         "private",
         "private:0-4=push",
         "shared:0-4=slot",
         "private:0-4=ring",
+        "network:0-4=push",
         "private:a-4=slot",
         "private:0-=slot",
     ):

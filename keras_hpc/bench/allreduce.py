@@ -24,7 +24,13 @@ _BATCH_BYTES = 16 << 10  # below it one operation is too short for the clock
 
 
 def measure(
-    team: Team, sizes: Sequence[int], seconds: float, done: Callable[[list[Row]], None], tensors: int = 32
+    team: Team,
+    sizes: Sequence[int],
+    seconds: float,
+    done: Callable[[list[Row]], None],
+    tensors: int = 32,
+    wire_dtype: str | None = None,
+    mbit: int | None = None,
 ) -> list[Row]:
     """Times an allreduce (sum of float32) of each size. Collective.
 
@@ -34,6 +40,8 @@ def measure(
         seconds: about how long to measure each size.
         done: called with the rows of each size as soon as they are known.
         tensors: of the "fusion" rows: so many tensors are packed, reduced and unpacked.
+        wire_dtype: "float16" or "bfloat16": ours are rounded to it between nodes, MPI's are not.
+        mbit: bandwidth of each node's link, Mbit/s each way, if it is known: the floor is that of the network then.
 
     Returns:
         One dictionary per size and path, the same on all ranks. Times are in microseconds: `keras_hpc_us`, `mpi_us` and
@@ -45,7 +53,7 @@ def measure(
     """
     rows = []
     for nbytes in sizes:
-        watch = _native.Stopwatch(team.native, nbytes, tensors)
+        watch = _native.Stopwatch(team.native, nbytes, tensors, wire_dtype or "")
         ways = [way for way in (*PATHS, *dict.fromkeys(PATHS.values()), *_OTHERS) if watch.can(way)]
         for way in ways:
             wrong = team.allgather(np.array([not watch.verify(way)])).nonzero()[0]
@@ -53,6 +61,10 @@ def measure(
                 raise _native.Error(f"{way}: wrong result for {nbytes} bytes on rank {', '.join(map(str, wrong))}")
         times = _times(team, watch, ways, nbytes, seconds)
         mine = [_row(nbytes, path, watch.chosen(path), times) for path in PATHS]
+        if mbit and team.node_count > 1:
+            sent = 2 * (team.node_count - 1) / team.node_count * nbytes
+            for row in mine:
+                row["floor_us"] = row["floor_median_us"] = round(8 * sent / mbit, 3)
         done(mine)
         rows += mine
     return rows
@@ -100,38 +112,6 @@ def table(rows: Sequence[Row], *, header: bool) -> str:
             f"{mpi:>10.2f} {mpi_median:>10.2f} {row['floor_us']:>9.2f} {speedup:>8.2f}  {row['algorithm']}"
         )
     return "\n".join(lines)
-
-
-def page(reports: Sequence[dict[str, Any]]) -> str:
-    """Returns a Markdown page of several reports, of one machine and several MPI libraries say."""
-    lines = [
-        "# Performance",
-        "",
-        "Made by `make bench`, which runs `python -m keras_hpc bench allreduce`: a sum of float32 over all ranks, each",
-        "rank on a core of its own, in turns with the MPI library's `MPI_Allreduce` (its default settings) in the same",
-        "process, data rewritten before every operation. Times are microseconds, 20th percentile (median in brackets),",
-        "of the slowest rank.",
-        "*private*: an array of the process. *segment*: one made by `keras_hpc.empty`. *fusion*: 32 tensors, as in a",
-        "training step; MPI packs, reduces and unpacks them. *floor*: `b = a += b` in place for half of the elements,",
-        "the memory that an allreduce of two ranks cannot avoid to move. Below 8 MiB its arrays stay in one core's",
-        "caches, and it is no bound for arrays that travel between cores.",
-    ]
-    for report in reports:
-        lines += [
-            "",
-            f"## {report['ranks']} ranks on {report['nodes']} node(s), {report['mpi']}",
-            "",
-            report["machine"],
-            "",
-        ]
-        lines.append("| bytes | path | keras_hpc | MPI | speed-up | floor | way |")
-        lines.append("|---:|---|---:|---:|---:|---:|---|")
-        for row in report["rows"]:
-            ours = f"{row['keras_hpc_us']:.2f} ({row['keras_hpc_median_us']:.2f})"
-            mpi = f"{row['mpi_us']:.2f} ({row['mpi_median_us']:.2f})" if "mpi_us" in row else ""
-            cells = [f"{row['bytes']:,}", row["path"], ours, mpi, str(row.get("speedup", "")), f"{row['floor_us']:.2f}"]
-            lines.append(f"| {' | '.join([*cells, row['algorithm']])} |")
-    return "\n".join(lines) + "\n"
 
 
 def plot(report: dict[str, Any], file: Path) -> None:

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from keras_hpc import launch
-from keras_hpc.bench import allreduce
-from keras_hpc.teams import make_team
+from keras_hpc.bench import allreduce, overlap, page
+from keras_hpc.bench.hosts import Hosts, HostsError
+from keras_hpc.teams import Team, make_team
 
 _UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+_MBIT = "KERAS_HPC_BENCH_MBIT"  # tells the ranks how fast a network we made for them
 _SIZES = "4,256,2Ki,16Ki,128Ki,1Mi,8Mi,64Mi"
 
 
@@ -35,15 +37,41 @@ def add_command(commands: Any) -> None:
         "training step. Starts its own ranks, or measures those that a launcher has started.",
     )
     sub.add_argument("--ranks", type=int, metavar="N", help="start so many ranks on this machine (default: 2)")
+    sub.add_argument(
+        "--hosts",
+        type=int,
+        metavar="N",
+        help="make so many throw-away hosts on this machine, with --ranks ranks each (needs root and iproute2)",
+    )
+    sub.add_argument("--mbit", type=int, metavar="M", help="bandwidth of each host, Mbit/s each way (default: 2500)")
+    sub.add_argument(
+        "--wire-dtype",
+        choices=["float16", "bfloat16"],
+        help="round our values, not MPI's, to 16 bits on their way between nodes",
+    )
     sub.add_argument("--bytes", type=_sizes, default=_sizes(_SIZES), metavar="LIST", help=f"sizes (default: {_SIZES})")
     sub.add_argument("--seconds", type=float, default=3.0, metavar="S", help="time for each size (default: 3)")
     sub.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="draw time and bandwidth there (PNG; needs matplotlib)")
     sub.set_defaults(run=_allreduce)
     sub = kinds.add_parser(
+        "overlap",
+        help="time a reduction behind computing",
+        description="Times steps that compute in pieces and start the reduction of one tensor after each, with and "
+        "without it, for each way to wait for other ranks. Each rank computes and communicates on one core. Starts "
+        "its own ranks, or measures those that a launcher has started.",
+    )
+    sub.add_argument("--ranks", type=int, metavar="N", help="start so many ranks on this machine (default: 2)")
+    sub.add_argument("--tensors", type=int, default=8, metavar="N", help="tensors of a step (default: 8)")
+    sub.add_argument("--bytes", type=_sizes, default=[2**20], metavar="SIZE", help="of each tensor (default: 1Mi)")
+    sub.add_argument("--compute-ms", type=float, default=4.0, metavar="MS", help="computing of a step (default: 4)")
+    sub.add_argument("--steps", type=int, default=100, metavar="N", help="timed steps of each kind (default: 100)")
+    sub.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    sub.set_defaults(run=_overlap, hosts=None, mbit=None, plot=None)
+    sub = kinds.add_parser(
         "page",
         help="make a Markdown page of reports",
-        description="Makes a Markdown page of reports that `bench allreduce --json` wrote.",
+        description="Makes a Markdown page of reports that `bench ... --json` wrote.",
     )
     sub.add_argument("reports", type=Path, nargs="+", metavar="REPORT", help="JSON files")
     sub.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page")
@@ -62,24 +90,55 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
-def _allreduce(arguments: argparse.Namespace) -> int:
+def _world_of(arguments: argparse.Namespace) -> launch.World:
+    """The ranks to measure: those that a launcher has started. Without any, starts some and exits with their status."""
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         sys.exit("--plot needs matplotlib: pip install matplotlib")
-    if arguments.ranks is not None and arguments.ranks < 2:
+    if arguments.ranks is not None and arguments.ranks < 2 and not arguments.hosts:
         sys.exit(f"One rank has nothing to reduce. Expected two or more. Received: --ranks {arguments.ranks}")
+    if arguments.mbit and not arguments.hosts:
+        sys.exit("--mbit is the bandwidth of the hosts that --hosts makes. Give both.")
     if not launch.ranks_started():
-        return _start_ranks(arguments.ranks or 2)
-    if arguments.ranks:
-        sys.exit(f"--ranks starts ranks, but there is a launcher already: {launch.ranks_started()}. Leave --ranks out.")
+        sys.exit(_start_ranks(arguments.ranks or 2, arguments.hosts, arguments.mbit or 2500))
+    for option in ("ranks", "hosts"):
+        if getattr(arguments, option):
+            sys.exit(
+                f"--{option} starts ranks, but there is a launcher already: {launch.ranks_started()}. Leave "
+                f"--{option} out."
+            )
     world = launch.connect(None)
     _pin(world)
-    team = make_team(world, 0, threads=0, timeout_seconds=300, stall_seconds=30)
+    return world
+
+
+def _start_report(world: launch.World, kind: str) -> dict[str, Any]:
+    nodes = len(set(world.node_of_rank))
     report: dict[str, Any] = {
+        "kind": kind,
         "machine": _machine(),
         "mpi": launch.library_name(world),
         "ranks": world.size,
-        "nodes": team.node_count,
+        "nodes": nodes,
     }
+    if _MBIT in os.environ:
+        report["mbit"] = int(os.environ[_MBIT])
+    if world.rank == 0:
+        network = f" ({report['mbit']} Mbit/s each way)" if "mbit" in report else ""
+        print(f"{world.size} ranks on {nodes} node(s){network}, {report['mpi']}; {report['machine']}", flush=True)
+    return report
+
+
+def _end_report(world: launch.World, report: dict[str, Any], file: Path | None) -> None:
+    if world.rank == 0 and file:
+        file.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _allreduce(arguments: argparse.Namespace) -> int:
+    world = _world_of(arguments)
+    team = make_team(world, 0, threads=0, timeout_seconds=300, stall_seconds=30)
+    report = _start_report(world, "allreduce")
+    if arguments.wire_dtype:
+        report["wire_dtype"] = arguments.wire_dtype
     first = True
 
     def show(rows: Sequence[dict[str, Any]]) -> None:
@@ -88,16 +147,38 @@ def _allreduce(arguments: argparse.Namespace) -> int:
             print(allreduce.table(rows, header=first), flush=True)
         first = False
 
-    if world.rank == 0:
-        print(f"{report['ranks']} ranks on {report['nodes']} node(s), {report['mpi']}; {report['machine']}", flush=True)
-    report["rows"] = allreduce.measure(team, arguments.bytes, arguments.seconds, done=show)
-    if world.rank == 0:
-        if arguments.json:
-            arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-        if arguments.plot:
-            allreduce.plot(report, arguments.plot)
+    report["rows"] = allreduce.measure(
+        team, arguments.bytes, arguments.seconds, done=show, wire_dtype=arguments.wire_dtype, mbit=report.get("mbit")
+    )
+    _end_report(world, report, arguments.json)
+    if world.rank == 0 and arguments.plot:
+        allreduce.plot(report, arguments.plot)
     team.barrier()
     team.close()
+    return 0
+
+
+def _overlap(arguments: argparse.Namespace) -> int:
+    if len(arguments.bytes) != 1:
+        sys.exit(f"--bytes is the size of each tensor. Expected one. Received: {len(arguments.bytes)} sizes")
+    world = _world_of(arguments)
+    report = _start_report(world, "overlap")
+    first = True
+
+    def show(row: dict[str, Any]) -> None:
+        nonlocal first
+        if world.rank == 0:
+            print(overlap.table(row, header=first), flush=True)
+        first = False
+
+    def team_that_waits(threads: int, waiting: str) -> Team:
+        return make_team(world, 0, threads, timeout_seconds=300, stall_seconds=30, waiting=waiting)
+
+    seconds = arguments.compute_ms / 1e3
+    report["rows"] = overlap.measure(
+        team_that_waits, arguments.tensors, arguments.bytes[0], seconds, arguments.steps, done=show
+    )
+    _end_report(world, report, arguments.json)
     return 0
 
 
@@ -105,28 +186,49 @@ def _page(arguments: argparse.Namespace) -> int:
     missing = [str(file) for file in arguments.reports if not file.is_file()]
     if missing:
         sys.exit(f"No such report: {', '.join(missing)}")
-    arguments.out.write_text(allreduce.page([json.loads(file.read_text()) for file in arguments.reports]))
+    arguments.out.write_text(page.page([json.loads(file.read_text()) for file in arguments.reports]))
     return 0
 
 
-def _start_ranks(count: int) -> int:
-    """Runs this very command on `count` ranks; returns its exit status."""
+def _start_ranks(count: int, hosts: int | None, mbit: int) -> int:
+    """Runs this very command on `count` ranks, of each host if hosts are wanted; returns its exit status."""
     beside = Path(sys.executable).parent / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
         sys.exit("Found no mpiexec to start ranks with. Install an MPI (pip install mpich) or load your site's module.")
-    given = sys.argv[1:]
-    words = [
-        w for i, w in enumerate(given) if not (w == "--ranks" or w.startswith("--ranks=") or given[i - 1] == "--ranks")
-    ]
+    command = [sys.executable, "-m", "keras_hpc", *_without(sys.argv[1:], ("--ranks", "--hosts", "--mbit"))]
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", "1")
     if os.geteuid() == 0:  # Open MPI asks twice
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     environment.setdefault("PRTE_MCA_hwloc_default_binding_policy", "none")  # _pin binds ranks
-    if count > len(os.sched_getaffinity(0)):
-        environment.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
-    return subprocess.call([mpiexec, "-n", str(count), sys.executable, "-m", "keras_hpc", *words], env=environment)
+    if count * (hosts or 1) > len(os.sched_getaffinity(0)):
+        if hosts is None:  # else it would put all ranks on the first one
+            environment.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
+        environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    if hosts is None:
+        return subprocess.call([mpiexec, "-n", str(count), *command], env=environment)
+    try:
+        with Hosts(hosts, mbit) as network:
+            environment[_MBIT] = str(mbit)
+            slots = ",".join(f"{name}:{count}" for name in network.names)
+            if "Open MPI" in subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=False).stdout:
+                placed = ["--prtemca", "plm_ssh_agent", network.agent, "--host", slots]
+            else:
+                placed = ["-launcher", "ssh", "-launcher-exec", network.agent, "-hosts", slots]
+            launcher = [mpiexec, *placed, "-n", str(count * hosts)]
+            return subprocess.call(network.on_head([*launcher, *command]), env=environment)
+    except HostsError as error:
+        sys.exit(str(error))
+
+
+def _without(words: list[str], options: Sequence[str]) -> list[str]:
+    """The words of a command without these options and their values."""
+    kept = []
+    for before, word in zip(["", *words], words, strict=False):
+        if before not in options and word not in options and not word.startswith(tuple(f"{o}=" for o in options)):
+            kept.append(word)
+    return kept
 
 
 def _pin(world: launch.World) -> None:

@@ -155,7 +155,8 @@ def reduce_gradients(
         if indices:
             specs = [_spec(i, gradients[i], variables) for i in indices]
             op = "max" if name else "mean"
-            plan = team.plan(_key(optimizer) + name, specs, op=op, weighted=not name)
+            wire = None if name else team.wire_dtype
+            plan = team.plan(_key(optimizer) + name, specs, op=op, weighted=not name, wire_dtype=wire)
             tensors = [gradients[i] for i in indices]
             reduced = backends.current().reduce(plan, tensors, weight=None if name else count, active=due)
             for index, tensor in zip(indices, reduced, strict=True):

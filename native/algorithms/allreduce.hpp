@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Allreduce of one buffer across nodes, one algorithm per file, one signature.
+// Allreduce of one buffer across nodes.
 //
-// Each is a state machine: advance() does what can be done now and never blocks. So one thread drives many reductions,
-// those of several plans too, and ranks that reach two plans in different orders cannot deadlock.
+// An operation is a state machine: advance() does what can be done now and never blocks. So one thread drives many
+// reductions, those of several plans too, and ranks that reach two plans in different orders cannot deadlock.
 //
 // All ranks get the same bits: every element is summed once, by one rank or in the same order by all.
 #pragma once
+#include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "algorithms/kernels.hpp"
@@ -21,8 +23,16 @@ class Allreduce {
   virtual bool advance() = 0;
   // The rank whose message is awaited.
   virtual int waiting_for() const = 0;
-  virtual const char* name() const = 0;
 };
+
+// See schedule.hpp.
+enum class Algorithm { recursive_doubling, rabenseifner, ring, pairwise };
+constexpr Algorithm kAlgorithms[] = {Algorithm::recursive_doubling, Algorithm::rabenseifner, Algorithm::ring,
+                                     Algorithm::pairwise};
+const char* name_of(Algorithm algorithm);
+Algorithm parse_algorithm(const std::string& name);
+// A good guess where nothing has been measured.
+Algorithm usual_algorithm(size_t nbytes, size_t peers);
 
 struct AllreduceArgs {
   Channel& channel;
@@ -31,19 +41,18 @@ struct AllreduceArgs {
   void* data;              // reduced in place
   size_t count;            // elements
   DType dtype;
-  Op op;    // mean is a sum here
-  int tag;  // no other operation between these ranks uses it at the same time
+  DType wire;  // `dtype`, or 16 bits to which float32 is rounded while it travels
+  Op op;       // mean is a sum here
+  int tag;     // no other operation between these ranks uses it at the same time
 };
 
-// ceil(log2 p) steps of the whole buffer (2 more where p is no power of two): best for small buffers.
-// R. Thakur, R. Rabenseifner, W. Gropp: Optimization of Collective Communication Operations in MPICH (2005).
-std::unique_ptr<Allreduce> recursive_doubling(const AllreduceArgs& args);
+std::unique_ptr<Allreduce> make_allreduce(Algorithm algorithm, const AllreduceArgs& args);
 
-// 2 (p - 1) steps of 1/p of the buffer each, every rank sends 2 (p - 1) / p of it: best for large buffers.
-// P. Patarasuk, X. Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations (2009).
-std::unique_ptr<Allreduce> ring(const AllreduceArgs& args);
-
-// The algorithm for this size.
-std::unique_ptr<Allreduce> make_allreduce(const AllreduceArgs& args);
+// The same, in segments of which some are on the way at once: while one travels, another is added up. Before a segment
+// sets out and after it has come back, the caller is told: (first element, elements).
+using OnSegment = std::function<void(size_t begin, size_t count)>;
+constexpr int kSegmentTags = 4;  // it uses args.tag and as many in all
+std::unique_ptr<Allreduce> make_segmented(Algorithm algorithm, const AllreduceArgs& args, OnSegment before = nullptr,
+                                          OnSegment after = nullptr);
 
 }  // namespace keras_hpc

@@ -97,13 +97,6 @@ KHPC_INLINE W combine(W a, W b) {
     return a + b;
 }
 
-template <class T, Op op>
-KHPC_INLINE void accumulate_as(void* a, const void* b, size_t count) {
-  auto* x = static_cast<T*>(a);
-  const auto* y = static_cast<const T*>(b);
-  for (size_t i = 0; i < count; ++i) narrow(combine<op>(widen(x[i]), widen(y[i])), x[i]);
-}
-
 // Two ranks, in one pass over memory. An `out` may be a source, never a part of one: iterations are independent.
 template <class T, Op op>
 KHPC_INLINE void reduce_two(const T* x, const T* y, double scale, T* out, T* copy, size_t count) {
@@ -191,10 +184,18 @@ KHPC_CLONES void reduce(DType dtype, Op op, const Source* sources, size_t n_sour
   });
 }
 
-KHPC_CLONES void accumulate(DType dtype, Op op, void* a, const void* b, size_t count) {
-  dispatch(dtype, op, [&](auto element, auto which) __attribute__((always_inline)) {
-    accumulate_as<decltype(element), decltype(which)::value>(a, b, count);
-  });
+KHPC_CLONES void to_16_bits(DType dtype, const float* from, void* to, size_t count) {
+  if (dtype == DType::float16)
+    for (size_t i = 0; i < count; ++i) narrow(from[i], static_cast<Float16*>(to)[i]);
+  else
+    for (size_t i = 0; i < count; ++i) narrow(from[i], static_cast<BFloat16*>(to)[i]);
+}
+
+KHPC_CLONES void from_16_bits(DType dtype, const void* from, float* to, size_t count) {
+  if (dtype == DType::float16)
+    for (size_t i = 0; i < count; ++i) to[i] = widen(static_cast<const Float16*>(from)[i]);
+  else
+    for (size_t i = 0; i < count; ++i) to[i] = widen(static_cast<const BFloat16*>(from)[i]);
 }
 
 KHPC_CLONES void copy_shared(void* to, const void* from, size_t nbytes) {

@@ -20,8 +20,9 @@ struct Source {
 void reduce(DType dtype, Op op, const Source* sources, size_t n_sources, bool weighted, double scale, void* const* outs,
             size_t n_outs, size_t count);
 
-// a[i] = a[i] op b[i].
-void accumulate(DType dtype, Op op, void* a, const void* b, size_t count);
+// float32 to float16 or bfloat16, to the nearest, ties to even; and back.
+void to_16_bits(DType dtype, const float* from, void* to, size_t count);
+void from_16_bits(DType dtype, const void* from, float* to, size_t count);
 
 // A copy to or from memory that another core has just read or written. There the processor's own block copy, which
 // memcpy uses up to some 100 KB, takes twice as long as loads and stores (measured on AMD Zen 4).

@@ -1,71 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cstddef>
-
-#include "algorithms/allreduce.hpp"
+#include "algorithms/schedule.hpp"
 
 namespace keras_hpc {
-namespace {
 
-// The buffer is cut into p chunks. In step s of the first p - 1 (reduce-scatter), rank r sends chunk r - s to its right
-// neighbour and adds what comes from the left to chunk r - s - 1. Then chunk r + 1 is complete at rank r, and in the
-// next p - 1 steps (allgather) the complete chunks go once around.
-class Ring final : public Allreduce {
- public:
-  explicit Ring(const AllreduceArgs& args)
-      : a_(args), p_(static_cast<int>(args.peers.size())), received_((args.count / p() + 1) * size_of(args.dtype)) {}
-
-  bool advance() override {
-    while (step_ < 2 * (p_ - 1)) {
-      if (!posted_) post();
-      if (receive_ && receive_->test()) receive_.reset();
-      if (send_ && send_->test()) send_.reset();
-      if (receive_ || send_) return false;
-      if (is_reducing()) {
-        const int chunk = receiving();
-        accumulate(a_.dtype, a_.op, at(chunk), received_.data(), elements(chunk));
-      }
-      posted_ = false;
-      ++step_;
+// In step s of the first p - 1, rank r sends chunk r - s to its right neighbour and adds what comes from the left to
+// chunk r - s - 1. Then chunk r + 1 is complete at rank r, and in the next p - 1 steps the complete chunks go once
+// around: the same formula, one turn later.
+Schedule ring(int p, int me, size_t count) {
+  const auto modulo = [p](int i) { return (i % p + p) % p; };
+  Schedule steps;
+  for (int s = 0; s < 2 * (p - 1); ++s) {
+    const int sent = modulo(me - s);
+    const int received = modulo(me - s - 1);
+    Step& step = steps.emplace_back();
+    add_move(step.sends, modulo(me + 1), part_of(sent, p, count), part_of(sent + 1, p, count));
+    add_move(step.receives, modulo(me - 1), part_of(received, p, count), part_of(received + 1, p, count));
+    step.adds = s < p - 1;
+    if (s == p - 1) {
+      step.round_begin = part_of(sent, p, count);
+      step.round_end = part_of(sent + 1, p, count);
     }
-    return true;
   }
-  int waiting_for() const override { return a_.peers[static_cast<size_t>(modulo(a_.me - 1))]; }
-  const char* name() const override { return "ring"; }
-
- private:
-  size_t p() const { return static_cast<size_t>(p_); }
-  int modulo(int i) const { return (i % p_ + p_) % p_; }
-  size_t first(int chunk) const { return a_.count * static_cast<size_t>(chunk) / p(); }
-  size_t elements(int chunk) const { return first(chunk + 1) - first(chunk); }
-  size_t nbytes(int chunk) const { return elements(chunk) * size_of(a_.dtype); }
-  void* at(int chunk) const { return static_cast<std::byte*>(a_.data) + first(chunk) * size_of(a_.dtype); }
-
-  bool is_reducing() const { return step_ < p_ - 1; }
-  // In the second half chunk r + 1 is sent first, in step p - 1: the same formula, one turn later.
-  int sending() const { return modulo(a_.me - step_); }
-  int receiving() const { return modulo(a_.me - step_ - 1); }
-
-  void post() {
-    const int left = a_.peers[static_cast<size_t>(modulo(a_.me - 1))];
-    const int right = a_.peers[static_cast<size_t>(modulo(a_.me + 1))];
-    void* to = is_reducing() ? received_.data() : at(receiving());
-    receive_ = a_.channel.receive(to, nbytes(receiving()), left, a_.tag);
-    send_ = a_.channel.send(at(sending()), nbytes(sending()), right, a_.tag);
-    posted_ = true;
-  }
-
-  AllreduceArgs a_;
-  int p_;
-  std::vector<std::byte> received_;
-  int step_ = 0;
-  bool posted_ = false;
-  RequestPtr receive_, send_;
-};
-
-}  // namespace
-
-std::unique_ptr<Allreduce> ring(const AllreduceArgs& args) {
-  return std::make_unique<Ring>(args);
+  return steps;
 }
 
 }  // namespace keras_hpc

@@ -35,9 +35,12 @@ using ConstBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::dev
 // A team and its numbers for the frameworks' operations.
 class PyTeam {
  public:
-  PyTeam(std::unique_ptr<Transport> transport, int number, int threads, double timeout_seconds, double stall_seconds)
-      : team_(
-            std::make_unique<Team>(std::move(transport), number, TeamOptions{threads, timeout_seconds, stall_seconds})),
+  PyTeam(std::unique_ptr<Transport> transport, int number, int threads, double timeout_seconds, double stall_seconds,
+         const std::string& waiting)
+      : team_(std::make_unique<Team>(
+            std::move(transport), number,
+            TeamOptions{threads, timeout_seconds, stall_seconds,
+                        waiting == "auto" ? std::nullopt : std::optional(parse_patience(waiting))})),
         id_(registry::add(team_.get())) {}
   ~PyTeam() { close(); }
 
@@ -75,24 +78,29 @@ struct PyPlan {
   }
 };
 
+std::optional<DType> parse_wire(const std::string& name) {
+  if (name.empty()) return std::nullopt;
+  const DType wire = parse_dtype(name);
+  if (wire != DType::float16 && wire != DType::bfloat16)
+    throw nb::value_error("Values are sent as they are, or as float16 or bfloat16.");
+  return wire;
+}
+
 using Spec = std::tuple<std::string, std::string, int64_t>;
 
 PyPlan make_plan(const PyTeam& team, const std::string& name, const std::vector<Spec>& tensors, const std::string& op,
-                 bool weighted) {
+                 bool weighted, const std::string& wire, bool in_segment) {
   std::vector<TensorSpec> specs;
   for (const auto& [tensor, dtype, count] : tensors) specs.push_back({tensor, parse_dtype(dtype), count});
-  Plan& plan = team.get().make_plan(name, specs, parse_op(op), weighted);
+  Plan& plan = team.get().make_plan(name, specs, parse_op(op), weighted, parse_wire(wire), in_segment);
   return {&team, &plan, registry::add(&team.get(), &plan)};
 }
 
 void allreduce(const PyTeam& team, const Bytes& data, const std::string& dtype, const std::string& op,
-               const std::string& path) {
+               const std::string& path, const std::string& wire) {
   const DType type = parse_dtype(dtype);
-  const size_t count = data.size() / size_of(type);
-  if (path.empty())
-    team.get().allreduce(data.data(), static_cast<int64_t>(count), type, parse_op(op));
-  else
-    team.get().allreduce_call().run(data.data(), count, type, parse_op(op), parse_path(path));
+  team.get().allreduce(data.data(), static_cast<int64_t>(data.size() / size_of(type)), type, parse_op(op),
+                       parse_wire(wire), path.empty() ? std::nullopt : std::optional(parse_path(path)));
 }
 
 void allgather(const PyTeam& team, const ConstBytes& in, const Bytes& out, const std::vector<int64_t>& counts) {
@@ -178,19 +186,30 @@ NB_MODULE(_native, m) {
             const nb::gil_scoped_release released;
             team.wait(*plan.plan, tensor);
           },
-          "tensor"_a);
+          "tensor"_a)
+      .def(
+          "memory",
+          [](const PyPlan& plan, int tensor) {
+            plan.check(tensor, plan.plan->layout().range(tensor).size());
+            const Range& range = plan.plan->layout().range(tensor);
+            auto* kept = new std::shared_ptr<std::byte>(plan.plan->memory());
+            const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::shared_ptr<std::byte>*>(p); });
+            return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(kept->get() + range.begin, {range.size()}, owner);
+          },
+          "tensor"_a, "The bytes of a tensor that lives in the plan's segment.");
 
   nb::class_<PyTeam>(m, "Team")
-      .def(nb::init<std::unique_ptr<Transport>, int, int, double, double>(), release, "transport"_a, "number"_a,
-           "threads"_a, "timeout_seconds"_a, "stall_seconds"_a, "Collective.")
+      .def(nb::init<std::unique_ptr<Transport>, int, int, double, double, const std::string&>(), release, "transport"_a,
+           "number"_a, "threads"_a, "timeout_seconds"_a, "stall_seconds"_a, "waiting"_a = "auto", "Collective.")
       .def_prop_ro("id", &PyTeam::id)
       .def_prop_ro("rank", [](const PyTeam& team) { return team.get().topology().rank; })
       .def_prop_ro("size", [](const PyTeam& team) { return team.get().topology().size; })
       .def_prop_ro("node_count", [](const PyTeam& team) { return team.get().topology().node_count; })
       .def_prop_ro("threads", [](const PyTeam& team) { return team.get().threads(); })
-      .def("plan", &make_plan, release, "name"_a, "tensors"_a, "op"_a, "weighted"_a, nb::keep_alive<0, 1>(),
-           "Collective: a plan for tensors (name, dtype, count).")
-      .def("allreduce", &allreduce, release, "data"_a.noconvert(), "dtype"_a, "op"_a, "path"_a = "")
+      .def("plan", &make_plan, release, "name"_a, "tensors"_a, "op"_a, "weighted"_a, "wire_dtype"_a = "",
+           "in_segment"_a = false, nb::keep_alive<0, 1>(), "Collective: a plan for tensors (name, dtype, count).")
+      .def("allreduce", &allreduce, release, "data"_a.noconvert(), "dtype"_a, "op"_a, "path"_a = "",
+           "wire_dtype"_a = "")
       .def(
           "broadcast",
           [](const PyTeam& team, const Bytes& data, int root) { team.get().broadcast(data.data(), data.size(), root); },
@@ -209,15 +228,15 @@ NB_MODULE(_native, m) {
           release, "what"_a, "items"_a)
       .def(
           "add_choice",
-          [](const PyTeam& team, bool in_area, size_t from, size_t to, const std::string& path) {
-            team.get().allreduce_call().add_choice({in_area, from, to, parse_path(path)});
+          [](const PyTeam& team, const std::string& place, size_t from, size_t to, const std::string& way) {
+            team.get().allreduce_call().choices().add(Choices::Named{place, from, to, way});
           },
-          "in_area"_a, "begin"_a, "end"_a, "path"_a)
+          "place"_a, "begin"_a, "end"_a, "way"_a)
       .def("choices",
            [](const PyTeam& team) {
              nb::list rows;
-             for (const auto& c : team.get().allreduce_call().choices())
-               rows.append(nb::make_tuple(c.in_area, c.from, c.to, name_of(c.path)));
+             for (const auto& c : team.get().allreduce_call().choices().all())
+               rows.append(nb::make_tuple(c.place, c.from, c.to, c.way));
              return rows;
            })
       .def(
@@ -241,10 +260,10 @@ NB_MODULE(_native, m) {
   nb::class_<Stopwatch>(m, "Stopwatch")
       .def(
           "__init__",
-          [](Stopwatch* self, const PyTeam& team, size_t nbytes, int tensors) {
-            new (self) Stopwatch(team.get(), nbytes, tensors);
+          [](Stopwatch* self, const PyTeam& team, size_t nbytes, int tensors, const std::string& wire) {
+            new (self) Stopwatch(team.get(), nbytes, tensors, parse_wire(wire));
           },
-          release, "team"_a, "nbytes"_a, "tensors"_a, nb::keep_alive<1, 2>(), "Collective.")
+          release, "team"_a, "nbytes"_a, "tensors"_a, "wire_dtype"_a = "", nb::keep_alive<1, 2>(), "Collective.")
       .def("can", &Stopwatch::can, "way"_a)
       .def("chosen", &Stopwatch::chosen, "way"_a)
       .def("verify", &Stopwatch::verify, release, "way"_a)

@@ -10,6 +10,8 @@
 #include <climits>
 #include <cmath>
 
+#include "common/error.hpp"
+
 namespace keras_hpc {
 namespace {
 
@@ -50,6 +52,13 @@ void yield() {
 Patience patience_for(int ranks, int cores, bool same_scheduler_group) {
   if (ranks <= cores) return {};
   return {0.0, same_scheduler_group ? 50 : 0};
+}
+
+Patience parse_patience(const std::string& name) {
+  if (name == "spin") return {3600.0, 0};
+  if (name == "yield") return {0.0, INT_MAX};
+  if (name == "sleep") return {0.0, 0};
+  throw Error("Unknown way to wait. Expected spin, yield or sleep. Received: " + name);
 }
 
 }  // namespace keras_hpc

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <string>
 
 namespace keras_hpc {
 
@@ -43,6 +44,9 @@ struct Patience {
 // rank a session of its own, and with the kernel's autogroup scheduling sched_yield then yields to nobody: there,
 // waiting by yielding is a thousand times slower than sleeping.
 Patience patience_for(int ranks, int cores, bool same_scheduler_group);
+
+// By name, for measuring: "spin" or "yield" for as long as it takes, or "sleep" at once. Throws Error on another one.
+Patience parse_patience(const std::string& name);
 
 void yield();
 

@@ -21,15 +21,17 @@ size_t rounded(size_t nbytes, size_t unit) {
 }
 
 // What a rank asks for as one number: equal on all ranks, or it is an error.
-int64_t make_signature(Path path, DType dtype, Op op, size_t count) {
-  return static_cast<int64_t>(count << 8) | (static_cast<int64_t>(path) << 5) | (static_cast<int64_t>(dtype) << 2) |
-         static_cast<int64_t>(op);
+int64_t make_signature(Path path, DType dtype, DType wire, Op op, size_t count) {
+  return static_cast<int64_t>(count << 11) | (static_cast<int64_t>(wire) << 8) | (static_cast<int64_t>(path) << 5) |
+         (static_cast<int64_t>(dtype) << 2) | static_cast<int64_t>(op);
 }
 std::string describe(int64_t signature) {
   const auto path = static_cast<Path>((signature >> 5) & 7);
   const auto dtype = static_cast<DType>((signature >> 2) & 7);
+  const auto wire = static_cast<DType>((signature >> 8) & 7);
   const auto op = static_cast<Op>(signature & 3);
-  return std::string(name_of(op)) + " of " + std::to_string(signature >> 8) + " x " + name_of(dtype) +
+  return std::string(name_of(op)) + " of " + std::to_string(signature >> 11) + " x " + name_of(dtype) +
+         (wire == dtype ? "" : std::string(", sent as ") + name_of(wire)) +
          (path == Path::push ? " in memory of keras_hpc.empty" : "");
 }
 
@@ -48,17 +50,6 @@ Range slice_of(size_t nbytes, int i, int n) {
 }
 
 }  // namespace
-
-const char* name_of(Path path) {
-  constexpr const char* names[] = {"slot", "push", "staged", "library", "unknown"};
-  return names[static_cast<size_t>(path)];
-}
-
-Path parse_path(const std::string& name) {
-  for (const Path path : {Path::slot, Path::push, Path::staged, Path::library})
-    if (name == name_of(path)) return path;
-  throw Error("Unknown path of an allreduce. Expected slot, push, staged or library. Received: " + name);
-}
 
 AllreduceCall::AllreduceCall(const TeamContext& team, Transport& transport, Channel& control)
     : topology_(*team.topology), transport_(transport), control_(control) {
@@ -126,24 +117,23 @@ bool AllreduceCall::can(Path path, const void* data, size_t count, DType dtype, 
   return false;
 }
 
-void AllreduceCall::run(void* data, size_t count, DType dtype, Op op) {
+void AllreduceCall::run(void* data, size_t count, DType dtype, Op op, std::optional<DType> wire,
+                        std::optional<Path> path) {
   if (topology_.size == 1) return;
-  Path path = choice_for(data, count * size_of(dtype)).value_or(Path::unknown);
-  if (!can(path, data, count, dtype, op)) path = fallback(data, count * size_of(dtype));
-  run(data, count, dtype, op, path);
-}
-
-void AllreduceCall::run(void* data, size_t count, DType dtype, Op op, Path path) {
-  if (topology_.size == 1) return;
-  const Buffer buffer{
-      static_cast<std::byte*>(data),         count, dtype, op, op == Op::mean ? 1.0 / topology_.size : 1.0,
-      make_signature(path, dtype, op, count)};
-  if (!can(path, data, count, dtype, op))
-    throw Error("An allreduce of " + std::to_string(buffer.nbytes()) + " bytes of this array cannot take the path '" +
-                name_of(path) + "'.");
+  // Only here: what other types travel as is their own affair.
+  const DType sent = wire && dtype == DType::float32 && topology_.node_count > 1 ? *wire : dtype;
+  const size_t nbytes = count * size_of(dtype);
+  const bool rounds = sent != dtype;
+  if (!path) {
+    path = way_of(data, count, dtype, op, rounds);
+  } else if (!can(*path, data, count, dtype, op) || (rounds && *path == Path::library)) {
+    throw Error("An allreduce of " + std::to_string(nbytes) + " bytes of this array cannot take the path '" +
+                name_of(*path) + "'.");
+  }
   const std::lock_guard lock(mutex_);
   const AtEnd wake([this] { meeting_->wake_others(); });
-  take(path, buffer);
+  take(*path, {static_cast<std::byte*>(data), count, dtype, op, sent, op == Op::mean ? 1.0 / topology_.size : 1.0,
+               make_signature(*path, dtype, sent, op, count)});
 }
 
 void AllreduceCall::take(Path path, const Buffer& b) {
@@ -162,8 +152,10 @@ void AllreduceCall::take(Path path, const Buffer& b) {
       meeting_->meet();
       meeting_->compare_nodes();
       Path best = measure(b, in_area);
-      if (!can(best, b.data, b.count, b.dtype, b.op)) best = fallback(b.data, b.nbytes());
-      return take(best, {b.data, b.count, b.dtype, b.op, b.scale, make_signature(best, b.dtype, b.op, b.count)});
+      if (!can(best, b.data, b.count, b.dtype, b.op) || (b.wire != b.dtype && best == Path::library))
+        best = fallback(b.data, b.nbytes());
+      return take(best, {b.data, b.count, b.dtype, b.op, b.wire, b.scale,
+                         make_signature(best, b.dtype, b.wire, b.op, b.count)});
     }
   }
 }
@@ -213,12 +205,23 @@ void AllreduceCall::push(const Buffer& b) {
       sources_.push_back({outs_.back(), 1.0});
     }
     std::swap(outs_[0], outs_[at(topology_.local_rank)]);  // this rank's own array first
-    const bool alone = topology_.node_count == 1;
-    reduce(b.dtype, b.op, sources_.data(), sources_.size(), false, b.scale, outs_.data(), alone ? outs_.size() : 1,
-           count);
-    if (!alone) {
-      meeting_->across_nodes(outs_[0], count, b.dtype, b.op);
-      for (size_t i = 1; i < outs_.size(); ++i) std::memcpy(outs_[i], outs_[0], slice.size());
+    if (topology_.node_count == 1) {
+      reduce(b.dtype, b.op, sources_.data(), sources_.size(), false, b.scale, outs_.data(), outs_.size(), count);
+    } else {
+      // The network has one segment while memory has the next or the last.
+      const size_t size = size_of(b.dtype);
+      const auto before = [&](size_t begin, size_t n) {
+        std::vector<Source> sources = sources_;
+        for (Source& source : sources) source.data = static_cast<const std::byte*>(source.data) + begin * size;
+        void* out = static_cast<std::byte*>(outs_[0]) + begin * size;
+        reduce(b.dtype, b.op, sources.data(), sources.size(), false, b.scale, &out, 1, n);
+      };
+      const auto after = [&](size_t begin, size_t n) {
+        for (size_t i = 1; i < outs_.size(); ++i)
+          copy_shared(static_cast<std::byte*>(outs_[i]) + begin * size,
+                      static_cast<std::byte*>(outs_[0]) + begin * size, n * size);
+      };
+      across_nodes(b, outs_[0], count, before, after);
     }
     meeting_->hand_out(meeting_->call());
   }
@@ -271,15 +274,31 @@ void AllreduceCall::reduce_stage(const Buffer& b, const Chunk& chunk, uint64_t c
   sources_.clear();
   for (int r = 0; r < topology_.local_size(); ++r)
     sources_.push_back({(r == me ? chunk.data : stage_of(r, call)) + slice.begin, 1.0});
-  const bool alone = topology_.node_count == 1;
-  const bool shared = topology_.local_size() > 1;
   // The result replaces what another rank has staged: each line of memory goes from core to core and back, and no
   // second one does.
-  void* const outs[] = {chunk.data + slice.begin, shared ? result_of(me, call) + slice.begin : nullptr};
-  reduce(b.dtype, b.op, sources_.data(), sources_.size(), false, b.scale, outs, alone ? 2 : 1, count);
-  if (alone) return;
-  meeting_->across_nodes(outs[0], count, b.dtype, b.op);
-  if (shared) copy_shared(outs[1], outs[0], slice.size());
+  std::byte* own = chunk.data + slice.begin;
+  std::byte* shared = topology_.local_size() > 1 ? result_of(me, call) + slice.begin : nullptr;
+  if (topology_.node_count == 1) {
+    void* const outs[] = {own, shared};
+    reduce(b.dtype, b.op, sources_.data(), sources_.size(), false, b.scale, outs, 2, count);
+    return;
+  }
+  const size_t size = size_of(b.dtype);
+  const auto before = [&](size_t begin, size_t n) {
+    std::vector<Source> sources = sources_;
+    for (Source& source : sources) source.data = static_cast<const std::byte*>(source.data) + begin * size;
+    void* out = own + begin * size;
+    reduce(b.dtype, b.op, sources.data(), sources.size(), false, b.scale, &out, 1, n);
+  };
+  const auto after = [&](size_t begin, size_t n) {
+    if (shared != nullptr) copy_shared(shared + begin * size, own + begin * size, n * size);
+  };
+  across_nodes(b, own, count, before, after);
+}
+
+void AllreduceCall::across_nodes(const Buffer& b, void* data, size_t count, OnSegment before, OnSegment after) {
+  meeting_->across_nodes(algorithm_for(count * size_of(b.dtype), false), data, count, b.dtype, b.wire, b.op,
+                         std::move(before), std::move(after));
 }
 
 void AllreduceCall::stage_out(const Chunk& chunk, uint64_t call) {

@@ -11,6 +11,7 @@
 // Across nodes, the owners of a slice reduce it among themselves before it is handed out.
 #pragma once
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -18,16 +19,13 @@
 #include <vector>
 
 #include "engine/area.hpp"
+#include "engine/choices.hpp"
 #include "engine/context.hpp"
 #include "engine/layout.hpp"
 #include "engine/meeting.hpp"
 #include "transport/transport.hpp"
 
 namespace keras_hpc {
-
-enum class Path { slot, push, staged, library, unknown };
-const char* name_of(Path path);
-Path parse_path(const std::string& name);
 
 class AllreduceCall {
  public:
@@ -36,21 +34,18 @@ class AllreduceCall {
   ~AllreduceCall();
 
   // Collective. Reduces in place, and returns when this rank may use `data` again. Thread-safe, but one at a time.
-  void run(void* data, size_t count, DType dtype, Op op);
-  // The same on a path of the caller's choice, the same on all ranks. Throws Error where it cannot be taken.
-  void run(void* data, size_t count, DType dtype, Op op, Path path);
-  // Which way a call takes is measured when its size class is first needed, and all ranks agree. It can be known from
-  // an earlier job, or given by the user. Collective in effect: the same on all ranks.
-  struct Choice {
-    bool in_area;
-    size_t from, to;  // bytes, [from, to)
-    Path path;
-  };
-  void add_choice(const Choice& choice);  // wins over those added before
-  std::vector<Choice> choices() const;
-  // The way of a call, as far as it is known.
-  std::optional<Path> choice_for(const void* data, size_t nbytes) const;
+  // Between nodes, float32 is rounded to the 16 bits of `wire`, if given. On a path of the caller's choice, if given:
+  // the same on all ranks; throws Error where it cannot be taken.
+  void run(void* data, size_t count, DType dtype, Op op, std::optional<DType> wire = std::nullopt,
+           std::optional<Path> path = std::nullopt);
   bool can(Path path, const void* data, size_t count, DType dtype, Op op) const;
+
+  // The way of a call is measured when its size class is first needed, unless it is known.
+  Choices& choices() { return choices_; }
+  // The way that a call takes, as far as it is known. `rounds`: its values are rounded between nodes.
+  Path way_of(const void* data, size_t count, DType dtype, Op op, bool rounds) const;
+  // How slices of so many bytes go from node to node. Collective if `measured`: then it is measured unless known.
+  Algorithm algorithm_for(size_t nbytes, bool measured);
 
   // Collective. The area lives as long as the pointer.
   std::shared_ptr<Area> make_area(size_t nbytes);
@@ -66,6 +61,7 @@ class AllreduceCall {
     size_t count;
     DType dtype;
     Op op;
+    DType wire;
     double scale;
     int64_t signature;
     size_t nbytes() const { return count * size_of(dtype); }
@@ -81,6 +77,13 @@ class AllreduceCall {
   void take(Path path, const Buffer& buffer);
   // Collective: times the ways of this buffer's size class, and remembers the best.
   Path measure(const Buffer& buffer, bool in_area);
+  Algorithm measure_network(size_t nbytes);
+  struct Candidate {
+    int way;
+    std::function<void()> run;
+    double handicap;
+  };
+  int fastest(const std::vector<Candidate>& candidates, float* data, size_t count);
   // A way that is always possible.
   Path fallback(const void* data, size_t nbytes) const;
   void slot(const Buffer& buffer);
@@ -88,6 +91,8 @@ class AllreduceCall {
   void staged(const Buffer& buffer);
   void library(const Buffer& buffer);
 
+  void across_nodes(const Buffer& buffer, void* data, size_t count, OnSegment before = nullptr,
+                    OnSegment after = nullptr);
   std::byte* stage_of(int local_rank, uint64_t call) const;
   std::byte* result_of(int owner, uint64_t call) const;  // where an owner leaves its slice
   void stage_in(const Chunk& chunk, uint64_t call);
@@ -105,8 +110,7 @@ class AllreduceCall {
   std::vector<Source> sources_;
   std::vector<void*> outs_;
 
-  mutable std::mutex choices_mutex_;
-  std::vector<Choice> choices_;
+  Choices choices_;
   mutable std::mutex areas_mutex_;
   std::atomic<int> next_area_{1};
   std::vector<std::weak_ptr<Area>> areas_;

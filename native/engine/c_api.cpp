@@ -129,7 +129,7 @@ int khpc_team_create(const khpc_mpi* mpi, int threads, double timeout_seconds) {
         auto transport = make_mpi_transport(mpi::connect("", mpi->handle_size, mpi->comm, constants), nodes);
         const std::lock_guard lock(owned_mutex);
         auto team = std::make_unique<Team>(std::move(transport), static_cast<int>(owned_teams.size()),
-                                           TeamOptions{threads, timeout_seconds, timeout_seconds});
+                                           TeamOptions{threads, timeout_seconds, timeout_seconds, std::nullopt});
         const int id = registry::add(team.get());
         owned_teams[id] = std::move(team);
         return id;

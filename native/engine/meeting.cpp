@@ -21,8 +21,8 @@ constexpr size_t kPage = 4096;
 // Looks at what other ranks have done, before the first one at the clock.
 constexpr int kGlances = 64;
 constexpr size_t kPostBytes = kLine + Meeting::kSlotBytes;
-constexpr int kDataTag = 1;
-constexpr int kWordTag = 2;
+constexpr int kWordTag = 1;
+constexpr int kDataTag = 2;  // and kSegmentTags in all
 constexpr size_t kMessageBytes = sizeof(int64_t) + Meeting::kSlotBytes;
 // What the first rank of a node tells the others if the ranks of its own node disagree.
 constexpr int64_t kDisagreement = -1;
@@ -109,11 +109,12 @@ std::string Meeting::late_text() const {
 }
 
 // Messages from other nodes ring no bell: sleep briefly.
-template <class Ready>
-void Meeting::poll(Ready&& ready, int peer) {
+template <class Ready, class Peer>
+void Meeting::poll(Ready&& ready, Peer&& peer) {
   wake_others();
   if (!wait_for(team_.patience, team_.my_bell(), team_.timeout_seconds, ready, [] { return true; }))
-    throw Timeout(late_text() + "a message from rank " + std::to_string(peer) + ". Do all ranks make the same calls?");
+    throw Timeout(late_text() + "a message from rank " + std::to_string(peer()) +
+                  ". Do all ranks make the same calls?");
 }
 
 // Looking whether somebody sleeps needs a fence, which waits until this rank's own stores have reached the others. So
@@ -172,21 +173,23 @@ void Meeting::meet() {
 
 // ---- between nodes
 
-void Meeting::across_nodes(void* data, size_t count, DType dtype, Op op) {
-  reduce_nodes(data, count, dtype, op, kDataTag);
-}
-
-void Meeting::reduce_nodes(void* data, size_t count, DType dtype, Op op, int tag) {
+void Meeting::across_nodes(Algorithm algorithm, void* data, size_t count, DType dtype, DType wire, Op op,
+                           OnSegment before, OnSegment after) {
   if (count == 0) return;
-  const auto allreduce = make_allreduce(
-      {*channel_, topology_.peers_of_slice(topology_.local_rank), topology_.node, data, count, dtype, op, tag});
-  poll([&] { return allreduce->advance(); }, allreduce->waiting_for());
+  const auto allreduce = make_segmented(algorithm,
+                                        {*channel_, topology_.peers_of_slice(topology_.local_rank), topology_.node,
+                                         data, count, dtype, wire, op, kDataTag},
+                                        std::move(before), std::move(after));
+  poll([&] { return allreduce->advance(); }, [&] { return allreduce->waiting_for(); });
 }
 
 int64_t Meeting::exchange(int64_t signature, const void* data, size_t nbytes) {
   if (topology_.node_count > kFewNodes) {
     int64_t extremes[] = {signature, -signature};
-    reduce_nodes(extremes, 2, DType::int64, Op::max, kWordTag);
+    const auto allreduce =
+        make_allreduce(Algorithm::recursive_doubling, {*channel_, topology_.peers_of_slice(0), topology_.node, extremes,
+                                                       2, DType::int64, DType::int64, Op::max, kWordTag});
+    poll([&] { return allreduce->advance(); }, [&] { return allreduce->waiting_for(); });
     return extremes[0] != signature ? extremes[0] : -extremes[1];
   }
   const auto me = at(topology_.node);
@@ -200,7 +203,8 @@ int64_t Meeting::exchange(int64_t signature, const void* data, size_t nbytes) {
     requests.emplace_back(peers[i], channel_->receive(message(i), kMessageBytes, peers[i], kWordTag));
     requests.emplace_back(peers[i], channel_->send(message(me), sizeof signature + nbytes, peers[i], kWordTag));
   }
-  for (const auto& [peer, request] : requests) poll([r = request.get()] { return r->test(); }, peer);
+  for (const auto& [peer, request] : requests)
+    poll([r = request.get()] { return r->test(); }, [p = peer] { return p; });
   for (size_t i = 0; i < peers.size(); ++i) {
     int64_t theirs = 0;
     std::memcpy(&theirs, message(i), sizeof theirs);
@@ -240,7 +244,7 @@ std::vector<double> Meeting::gather(const std::vector<double>& mine) {
   std::vector<double> all(mine.size() * at(topology_.size));
   const std::vector<size_t> nbytes_by_rank(at(topology_.size), mine.size() * sizeof(double));
   const RequestPtr request = channel_->allgather(mine.data(), all.data(), nbytes_by_rank);
-  poll([&] { return request->test(); }, topology_.rank == 0 ? 1 : 0);
+  poll([&] { return request->test(); }, [&] { return topology_.rank == 0 ? 1 : 0; });
   return all;
 }
 

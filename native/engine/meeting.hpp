@@ -43,7 +43,8 @@ class Meeting {
   void wake_others();
 
   // Between the owners of the same slice on all nodes, to be called by each of them.
-  void across_nodes(void* data, size_t count, DType dtype, Op op);
+  void across_nodes(Algorithm algorithm, void* data, size_t count, DType dtype, DType wire, Op op,
+                    OnSegment before = nullptr, OnSegment after = nullptr);
   // Collective. The values of all ranks.
   std::vector<double> gather(const std::vector<double>& mine);
   Channel& channel() const { return *channel_; }
@@ -59,7 +60,6 @@ class Meeting {
 
   Post& post_of(int local_rank) const;  // of the current call
   std::string disagreement(int64_t mine, const std::string& other, int64_t theirs) const;
-  void reduce_nodes(void* data, size_t count, DType dtype, Op op, int tag);
   // The first ranks of all nodes tell each other what they want, and their data. Returns what another one wants, if it
   // is something else.
   int64_t exchange(int64_t signature, const void* data, size_t nbytes);
@@ -67,8 +67,8 @@ class Meeting {
 
   template <class Value>
   void wait_for_ranks(int ranks, uint64_t target, Value&& value);
-  template <class Ready>
-  void poll(Ready&& ready, int peer);
+  template <class Ready, class Peer>
+  void poll(Ready&& ready, Peer&& peer);
   std::string late_text() const;
 
   const TeamContext& team_;

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "common/error.hpp"
+#include "engine/area.hpp"
 #include "engine/trace.hpp"
 
 namespace keras_hpc {
@@ -40,7 +41,8 @@ struct alignas(128) Plan::Shared {
 };
 
 Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<TensorSpec> tensors, Op op, bool weighted,
-           int lanes, Transport& transport, Channel& control)
+           int lanes, std::optional<DType> wire, bool in_segment, const AlgorithmFor& algorithm_for,
+           Transport& transport, Channel& control)
     : team_(team),
       topology_(*team.topology),
       number_(number),
@@ -48,7 +50,9 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
       tensors_(std::move(tensors)),
       op_(op),
       weighted_(weighted && op == Op::mean),
+      wire_(wire),
       layout_(tensors_, lanes),
+      in_segment_(in_segment),
       data_(tensors_.size()),
       states_(tensors_.size()),
       unpacked_tensors_(layout_.buckets().size()),
@@ -63,11 +67,15 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
     for (int t = bucket.first; t <= bucket.last; ++t) held += !layout_.part(t, {bucket.begin, bucket.end}).empty();
     tensors_in_bucket_.push_back(held);
   }
-  if (topology_.size == 1) return;  // the result is the tensor
+  if (topology_.size == 1 && !in_segment) return;  // the result is the tensor
+  if (topology_.node_count > 1)
+    for (const Bucket& bucket : layout_.buckets())
+      algorithms_.push_back(algorithm_for((bucket.end - bucket.begin) / at(topology_.owners)));
   const auto local = at(topology_.local_size());
   const size_t control_bytes = pages(local * sizeof(Shared) + 2 * at(lanes) * local * sizeof(Counter));
-  const size_t slots = std::max<size_t>(1, local - 1);
-  segment_ = transport.open_segment(control, control_bytes + slots * pages(layout_.nbytes()));
+  const size_t slots = in_segment ? local : std::max<size_t>(1, local - 1);
+  const size_t stride = in_segment ? Area::stride_for(layout_.nbytes()) : pages(layout_.nbytes());
+  segment_ = transport.open_segment(control, control_bytes + slots * stride);
   shared_ = reinterpret_cast<Shared*>(segment_->data());
   packed_ = reinterpret_cast<Counter*>(shared_ + local);
   reduced_ = packed_ + at(lanes) * local;
@@ -86,11 +94,15 @@ bool Plan::start(int tensor, void* data, double weight) {
   if (!states_[at(tensor)].compare_exchange_strong(idle, State::started, std::memory_order_acq_rel))
     throw Error(describe(tensor) + " was started twice without a wait in between.");
   data_[at(tensor)] = static_cast<std::byte*>(data);
+  if (in_segment_ && data != memory_of(topology_.local_rank) + layout_.range(tensor).begin)
+    throw Error(describe(tensor) + " lives in the plan's own memory, and no other can be started.");
   return topology_.size > 1 && pack(tensor);
 }
 
 void Plan::begin(double weight) {
-  if (topology_.size > 1) {
+  if (topology_.size > 1 && in_segment_) {
+    shared_[topology_.local_rank].weight = weight;
+  } else if (topology_.size > 1) {
     // Peers may still be copying the previous results out of the memory that is now written to.
     const uint64_t previous = step_;
     const auto all_consumed = [&] {
@@ -121,7 +133,7 @@ bool Plan::pack(int tensor) {
   for (int b = first; b < last; ++b) {
     const Bucket& bucket = layout_.buckets()[at(b)];
     for (int owner = 0; owner < topology_.owners; ++owner) {
-      if (owner == me) continue;
+      if (owner == me || in_segment_) continue;
       const Range part = layout_.part(tensor, Layout::slice(bucket, owner, topology_.owners));
       if (part.empty()) continue;
       std::byte* to = slot(owner, me) + part.begin;
@@ -176,7 +188,7 @@ bool Plan::is_reduced(int tensor) const {
 }
 
 void Plan::finish(int tensor) {
-  if (topology_.size > 1) {
+  if (topology_.size > 1 && !in_segment_) {
     const auto [first, last] = layout_.buckets_of(tensor);
     for (int b = first; b < last; ++b)
       for (int owner = 0; owner < topology_.owners; ++owner) {
@@ -205,6 +217,20 @@ std::byte* Plan::slot(int owner, int contributor) const {
   return slots_ + at(index) * pages(layout_.nbytes());
 }
 
+std::byte* Plan::memory_of(int local_rank) const {
+  return slots_ + at(local_rank) * Area::stride_for(layout_.nbytes());
+}
+
+std::byte* Plan::own_result() const {
+  const int me = topology_.local_rank;
+  return in_segment_ ? memory_of(me) : slot(me, (me + 1) % topology_.local_size());
+}
+
+std::shared_ptr<std::byte> Plan::memory() const {
+  if (!in_segment_) throw Error("The tensors of plan '" + name_ + "' do not live in its segment.");
+  return {segment_, memory_of(topology_.local_rank)};
+}
+
 int Plan::network_tag(int place) const {
   return (number_ % kTagBlocks) * kTagsPerPlan + place;
 }
@@ -231,11 +257,11 @@ bool Plan::advance(int lane_number, Channel& channel) {
       const Range slice = Layout::slice(bucket, topology_.local_rank, topology_.owners);
       std::unique_ptr<Allreduce> operation;
       if (!slice.empty())
-        operation = make_allreduce(
-            {channel, topology_.peers_of_slice(topology_.local_rank), topology_.node,
-             slot(topology_.local_rank, (topology_.local_rank + 1) % topology_.local_size()) + slice.begin,
-             slice.size() / size_of(bucket.dtype), bucket.dtype, op_,
-             network_tag(static_cast<int>(lane.next % kInFlight))});
+        operation =
+            make_allreduce(algorithms_[at(b)],
+                           {channel, topology_.peers_of_slice(topology_.local_rank), topology_.node,
+                            own_result() + slice.begin, slice.size() / size_of(bucket.dtype), bucket.dtype,
+                            wire_.value_or(bucket.dtype), op_, network_tag(static_cast<int>(lane.next % kInFlight))});
       lane.operations.push_back({b, std::move(operation), Clock::now()});
       lane.in_flight.store(static_cast<int>(lane.operations.size()), std::memory_order_relaxed);
     }
@@ -269,9 +295,10 @@ bool Plan::know_weights(LaneState& lane, uint64_t step, Channel& channel) {
   }
   if (topology_.node_count > 1 && weighted_) {
     if (!lane.header_exchange) {
-      lane.header_exchange = recursive_doubling({channel, topology_.peers_of_slice(topology_.local_rank),
-                                                 topology_.node, lane.headers.data(), lane.headers.size(),
-                                                 DType::float64, Op::sum, network_tag(kHeaderPlace)});
+      lane.header_exchange =
+          make_allreduce(Algorithm::recursive_doubling,
+                         {channel, topology_.peers_of_slice(topology_.local_rank), topology_.node, lane.headers.data(),
+                          lane.headers.size(), DType::float64, DType::float64, Op::sum, network_tag(kHeaderPlace)});
       lane.in_flight.fetch_add(1);
     }
     if (!lane.header_exchange->advance()) return false;
@@ -308,29 +335,40 @@ void Plan::reduce(const Bucket& bucket, const LaneState& lane) {
   const Range slice = Layout::slice(bucket, me, topology_.owners);
   std::vector<Source> sources;
   sources.reserve(at(local));
+  std::vector<void*> outs;
+  outs.reserve(at(local));
   for (int t = bucket.first; t <= bucket.last; ++t) {
     const Range part = layout_.part(t, slice);
     if (part.empty()) continue;
     std::byte* mine = data_[at(t)] + (part.begin - layout_.range(t).begin);
     sources.clear();
+    outs.clear();
     for (int r = 0; r < local; ++r) {
+      std::byte* theirs = r == me ? mine : (in_segment_ ? memory_of(r) : slot(me, r)) + part.begin;
+      if (in_segment_ && r != me) outs.push_back(theirs);
       const double factor = lane.weighted ? lane.factors[at(r)] : 1.0;
       if (factor == 0.0) continue;  // has no samples in this step; its values may be NaN
-      sources.push_back({r == me ? mine : slot(me, r) + part.begin, factor});
+      sources.push_back({theirs, factor});
     }
-    void* const outs[] = {slot(me, (me + 1) % local) + part.begin, mine};
-    keras_hpc::reduce(bucket.dtype, op_, sources.data(), sources.size(), lane.weighted, lane.scale, outs,
-                      topology_.node_count == 1 ? 2 : 1, part.size() / size_of(bucket.dtype));
+    if (!in_segment_) outs.push_back(own_result() + part.begin);
+    // Across nodes, first only where the network takes it from.
+    if (topology_.node_count > 1) outs.clear();
+    outs.push_back(topology_.node_count > 1 ? own_result() + part.begin : mine);
+    keras_hpc::reduce(bucket.dtype, op_, sources.data(), sources.size(), lane.weighted, lane.scale, outs.data(),
+                      outs.size(), part.size() / size_of(bucket.dtype));
   }
 }
 
 void Plan::copy_result(const Bucket& bucket, const Range& slice) {
-  const int me = topology_.local_rank;
+  if (in_segment_) {
+    for (int r = 0; r < topology_.local_size(); ++r)
+      if (r != topology_.local_rank) copy_shared(memory_of(r) + slice.begin, own_result() + slice.begin, slice.size());
+    return;
+  }
   for (int t = bucket.first; t <= bucket.last; ++t) {
     const Range part = layout_.part(t, slice);
     if (!part.empty())
-      std::memcpy(data_[at(t)] + (part.begin - layout_.range(t).begin),
-                  slot(me, (me + 1) % topology_.local_size()) + part.begin, part.size());
+      std::memcpy(data_[at(t)] + (part.begin - layout_.range(t).begin), own_result() + part.begin, part.size());
   }
 }
 

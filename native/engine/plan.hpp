@@ -9,14 +9,18 @@
 //            allreduce between the owners of the slice comes in between; then it raises its counter `reduced`.
 //   wait     rank r copies the slices that others reduced from the segment into its tensor; after the last tensor it
 //            raises `consumed`, and the memory is free for the next execution.
+// A plan whose tensors live in the segment themselves copies nothing: the owner adds up its slice of all ranks' tensors
+// where they are, and writes the result into all of them.
 // Each rank moves (L-1)/L of its bytes in and out, L ranks per node, and the segment takes (L-1)/L of the bytes per
 // rank (all of them where L = 1): never more than one extra copy of the tensors. All counters only grow, so nothing is
 // ever reset, and no bucket needs more than two synchronisations.
 #pragma once
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,9 +33,14 @@ namespace keras_hpc {
 
 class Plan {
  public:
-  // Collective on the team, with the same arguments on every rank.
+  // Says how slices of so many bytes go from node to node.
+  using AlgorithmFor = std::function<Algorithm(size_t nbytes)>;
+
+  // Collective on the team, with the same arguments on every rank. Between nodes, float32 travels as `wire`. With
+  // `in_segment` the tensors live in memory(), and start takes no other.
   Plan(const TeamContext& team, int number, std::string name, std::vector<TensorSpec> tensors, Op op, bool weighted,
-       int lanes, Transport& transport, Channel& control);
+       int lanes, std::optional<DType> wire, bool in_segment, const AlgorithmFor& algorithm_for, Transport& transport,
+       Channel& control);
 
   // One execution: start of every tensor, then, once is_reduced, finish of every tensor. Thread-safe.
   // True if a bucket is complete with it.
@@ -49,6 +58,9 @@ class Plan {
   const std::vector<TensorSpec>& tensors() const { return tensors_; }
   const Layout& layout() const { return layout_; }
   uint64_t step() const { return step_.load(std::memory_order_relaxed); }
+  const std::vector<Algorithm>& algorithms() const { return algorithms_; }
+  // Of this rank's tensors, at their places in the layout, if they live in the segment; it may outlive the plan.
+  std::shared_ptr<std::byte> memory() const;
   size_t segment_bytes() const { return segment_ ? segment_->nbytes() : 0; }
   // Ranks that have not done their part of this tensor, as far as this rank can see.
   std::vector<int> missing_ranks(int tensor) const;
@@ -86,6 +98,8 @@ class Plan {
   void copy_result(const Bucket& bucket, const Range& slice);
   void publish(int lane);
   std::byte* slot(int owner, int contributor) const;
+  std::byte* memory_of(int local_rank) const;
+  std::byte* own_result() const;  // where this rank, as an owner, leaves sums
   uint64_t target(const Bucket& bucket) const;
   int network_tag(int place) const;
 
@@ -96,12 +110,15 @@ class Plan {
   const std::vector<TensorSpec> tensors_;
   const Op op_;
   const bool weighted_;
+  const std::optional<DType> wire_;
   Layout layout_;
-  std::unique_ptr<Segment> segment_;
+  std::vector<Algorithm> algorithms_;  // [bucket] of its slices between nodes
+  const bool in_segment_;
+  std::shared_ptr<Segment> segment_;
   Shared* shared_ = nullptr;    // [local rank]
   Counter* packed_ = nullptr;   // [lane][local rank]
   Counter* reduced_ = nullptr;  // [lane][local rank]
-  std::byte* slots_ = nullptr;  // [slot][bytes]
+  std::byte* slots_ = nullptr;  // [slot][bytes], or the tensors of each local rank
   bool streaming_ = false;
 
   std::mutex mutex_;  // of the beginning of an execution

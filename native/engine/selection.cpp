@@ -15,11 +15,16 @@ constexpr std::array kPaths = {Path::slot, Path::push, Path::staged, Path::libra
 constexpr double kLibraryGain = 1.05;
 constexpr int kRounds = 7;
 
-// The class of sizes (from, to) that holds `nbytes`: powers of four.
+// The class of sizes [from, to) that holds `nbytes`: powers of four.
 std::pair<size_t, size_t> size_class(size_t nbytes) {
   size_t to = 16;
   while (nbytes > to && to < kLargest) to *= 4;
   return {to == 16 ? 0 : to / 4 + 1, to == kLargest ? SIZE_MAX : to + 1};
+}
+
+// What is measured for it, bytes: the largest of the class, or of those that were asked for.
+size_t representative(size_t nbytes) {
+  return std::min({size_class(nbytes).second - 1, kLargest, std::max(nbytes, size_t{4})}) / 4 * 4;
 }
 
 double median(std::vector<double> values) {
@@ -29,47 +34,75 @@ double median(std::vector<double> values) {
 
 }  // namespace
 
-void AllreduceCall::add_choice(const Choice& choice) {
-  const std::lock_guard lock(choices_mutex_);
-  choices_.insert(choices_.begin(), choice);
+Path AllreduceCall::way_of(const void* data, size_t count, DType dtype, Op op, bool rounds) const {
+  const size_t nbytes = count * size_of(dtype);
+  const Path path = choices_.path(area_of(data, nbytes) ? Place::segment : Place::own, nbytes).value_or(Path::unknown);
+  return can(path, data, count, dtype, op) && !(rounds && path == Path::library) ? path : fallback(data, nbytes);
 }
 
-std::vector<AllreduceCall::Choice> AllreduceCall::choices() const {
-  const std::lock_guard lock(choices_mutex_);
-  return choices_;
+Algorithm AllreduceCall::algorithm_for(size_t nbytes, bool measured) {
+  if (const std::optional<Algorithm> known = choices_.algorithm(nbytes)) return *known;
+  const auto peers = static_cast<size_t>(topology_.node_count);
+  if (!measured || topology_.node_count == 1) return usual_algorithm(nbytes, peers);
+  const std::lock_guard lock(mutex_);
+  return measure_network(nbytes);
 }
 
-std::optional<Path> AllreduceCall::choice_for(const void* data, size_t nbytes) const {
-  const bool in_area = area_of(data, nbytes) != nullptr;
-  const std::lock_guard lock(choices_mutex_);
-  for (const Choice& c : choices_)
-    if (c.in_area == in_area && nbytes >= c.from && nbytes < c.to) return c.path;
-  return std::nullopt;
+Algorithm AllreduceCall::measure_network(size_t nbytes) {
+  const size_t count = representative(nbytes) / sizeof(float);
+  std::vector<float> data(count);
+  std::vector<Candidate> candidates;
+  for (const Algorithm algorithm : kAlgorithms) {
+    // Between two nodes these send what pairwise sends.
+    if (topology_.node_count == 2 && (algorithm == Algorithm::ring || algorithm == Algorithm::rabenseifner)) continue;
+    const auto run = [&, algorithm] {
+      if (owns_slice()) meeting_->across_nodes(algorithm, data.data(), count, DType::float32, DType::float32, Op::sum);
+    };
+    candidates.push_back({static_cast<int>(algorithm), run, 1.0});
+  }
+  const int way = fastest(candidates, data.data(), count);
+  const auto [from, to] = size_class(nbytes);
+  choices_.add({Place::network, from, to, way});
+  return static_cast<Algorithm>(way);
 }
 
 Path AllreduceCall::measure(const Buffer& buffer, bool in_area) {
-  const auto [from, to] = size_class(buffer.nbytes());
-  const size_t nbytes = std::min({to - 1, kLargest, std::max(buffer.nbytes(), size_t{4})}) / 4 * 4;
+  const size_t nbytes = representative(buffer.nbytes());
+  const size_t count = nbytes / sizeof(float);
+  // The slices that it is cut into go between nodes in their best way already.
+  if (topology_.node_count > 1)
+    for (const size_t whole : {nbytes, std::min(nbytes, kStageBytes)})
+      if (const size_t slice = whole / static_cast<size_t>(topology_.owners); !choices_.algorithm(slice))
+        measure_network(slice);
+
   // Of its own: the caller's data must not change.
   const std::shared_ptr<Area> area = in_area ? make_area(nbytes) : nullptr;
-  std::vector<float> own(in_area ? 0 : nbytes / 4);
+  std::vector<float> own(in_area ? 0 : count);
   float* data = in_area ? reinterpret_cast<float*>(area->of(topology_.local_rank)) : own.data();
-  const size_t count = nbytes / 4;
-
-  std::vector<Path> paths;
+  std::vector<Candidate> candidates;
   for (const Path path : kPaths) {
     if (in_area && path == Path::staged) continue;  // the same work as push, and two copies more
-    if (can(path, data, count, DType::float32, Op::sum)) paths.push_back(path);
+    if (!can(path, data, count, DType::float32, Op::sum)) continue;
+    const Buffer example{reinterpret_cast<std::byte*>(data), count, DType::float32, Op::sum, DType::float32, 1.0, 0};
+    candidates.push_back({static_cast<int>(path), [this, path, example] { take(path, example); },
+                          path == Path::library ? kLibraryGain : 1.0});
   }
-  const auto time = [&](Path path, int batch) {
+  const int way = fastest(candidates, data, count);
+  const auto [from, to] = size_class(buffer.nbytes());
+  choices_.add({in_area ? Place::segment : Place::own, from, to, way});
+  return static_cast<Path>(way);
+}
+
+// Collective; the slowest rank counts, and all ranks decide alike. `data` are what the candidates reduce.
+int AllreduceCall::fastest(const std::vector<Candidate>& candidates, float* data, size_t count) {
+  const auto time = [&](const Candidate& candidate, int batch) {
     std::fill(data, data + count, 1.0F);
-    take(Path::staged, {nullptr, 0, DType::float32, Op::sum, 1.0, 0});  // all begin together
+    // All begin together.
+    take(Path::staged, {nullptr, 0, DType::float32, Op::sum, DType::float32, 1.0, 0});
     const auto begin = Clock::now();
-    for (int k = 0; k < batch; ++k)
-      take(path, {reinterpret_cast<std::byte*>(data), count, DType::float32, Op::sum, 1.0, 0});
+    for (int k = 0; k < batch; ++k) candidate.run();
     return seconds_since(begin) / batch;
   };
-  // The slowest rank counts, and all ranks must decide alike.
   const auto slowest = [&](const std::vector<double>& mine) {
     const std::vector<double> all = meeting_->gather(mine);
     std::vector<double> most(mine.size(), 0.0);
@@ -79,27 +112,23 @@ Path AllreduceCall::measure(const Buffer& buffer, bool in_area) {
 
   // A first look, which warms up, too: what is far behind, as a library that spins on shared cores, only costs time.
   std::vector<double> first;
-  for (const Path path : paths) first.push_back(std::min(time(path, 1), time(path, 1)));
+  for (const Candidate& c : candidates) first.push_back(std::min(time(c, 1), time(c, 1)));
   first = slowest(first);
   const double limit = 4 * *std::min_element(first.begin(), first.end());
-  std::vector<Path> candidates;
-  for (size_t i = 0; i < paths.size(); ++i)
-    if (first[i] <= limit) candidates.push_back(paths[i]);
+  std::vector<Candidate> close;
+  for (size_t i = 0; i < candidates.size(); ++i)
+    if (first[i] <= limit) close.push_back(candidates[i]);
+  if (close.size() == 1) return close[0].way;
 
+  std::vector<std::vector<double>> seconds(close.size());
+  for (int round = 0; round < kRounds; ++round)
+    for (size_t i = 0; i < close.size(); ++i)
+      seconds[i].push_back(time(close[i], count * sizeof(float) < 16384 ? 20 : 1));
   std::vector<double> medians;
-  std::vector<std::vector<double>> seconds(candidates.size());
-  for (int round = 0; round < kRounds && candidates.size() > 1; ++round)
-    for (size_t i = 0; i < candidates.size(); ++i) seconds[i].push_back(time(candidates[i], nbytes < 16384 ? 20 : 1));
-  size_t best = 0;
-  if (candidates.size() > 1) {
-    for (const auto& s : seconds) medians.push_back(median(s));
-    medians = slowest(medians);
-    for (size_t i = 0; i < candidates.size(); ++i)
-      if (candidates[i] == Path::library) medians[i] *= kLibraryGain;
-    best = static_cast<size_t>(std::min_element(medians.begin(), medians.end()) - medians.begin());
-  }
-  add_choice({in_area, from, to, candidates[best]});
-  return candidates[best];
+  for (const auto& s : seconds) medians.push_back(median(s));
+  medians = slowest(medians);
+  for (size_t i = 0; i < close.size(); ++i) medians[i] *= close[i].handicap;
+  return close[static_cast<size_t>(std::min_element(medians.begin(), medians.end()) - medians.begin())].way;
 }
 
 Path AllreduceCall::fallback(const void* data, size_t nbytes) const {

@@ -44,7 +44,8 @@ struct Stopwatch::Memory {
   std::shared_ptr<Area> area;
 };
 
-Stopwatch::Stopwatch(Team& team, size_t nbytes, int tensors) : team_(team), count_(nbytes / sizeof(float)) {
+Stopwatch::Stopwatch(Team& team, size_t nbytes, int tensors, std::optional<DType> wire)
+    : team_(team), count_(nbytes / sizeof(float)), wire_(wire) {
   if (team.topology().size == 1) throw Error("One rank has nothing to reduce. Expected two or more.");
   memory_ = std::make_unique<Memory>(team, nbytes);
   channel_ = team.open_channel();
@@ -54,7 +55,7 @@ Stopwatch::Stopwatch(Team& team, size_t nbytes, int tensors) : team_(team), coun
   for (size_t t = 0; t <= n; ++t) begins_.push_back(count_ * t / n);
   for (size_t t = 0; t < n; ++t)
     specs.push_back({"t" + std::to_string(t), DType::float32, static_cast<int64_t>(begins_[t + 1] - begins_[t])});
-  plan_ = &team.make_plan("stopwatch " + std::to_string(nbytes), specs, Op::sum, false);
+  plan_ = &team.make_plan("stopwatch " + std::to_string(nbytes), specs, Op::sum, false, wire);
 }
 
 Stopwatch::~Stopwatch() = default;
@@ -73,14 +74,24 @@ bool Stopwatch::can(const std::string& way) const {
 }
 
 std::string Stopwatch::chosen(const std::string& way) const {
-  if (way == "fusion") return "plan";
-  return name_of(team_.allreduce_call().choice_for(data_of(way), count_ * sizeof(float)).value_or(Path::unknown));
+  AllreduceCall& call = team_.allreduce_call();
+  const size_t nbytes = count_ * sizeof(float);
+  std::string text = "plan";
+  if (way != "fusion") {
+    const bool rounds = wire_ && team_.topology().node_count > 1;
+    const Path path = call.way_of(data_of(way), count_, DType::float32, Op::sum, rounds);
+    text = name_of(path);
+    if (path != Path::push && path != Path::staged) return text;
+  }
+  if (team_.topology().node_count == 1) return text;
+  return text + ", " + name_of(call.algorithm_for(nbytes / static_cast<size_t>(team_.topology().owners), false));
 }
 
 std::function<void()> Stopwatch::operation(const std::string& way) {
   float* data = data_of(way);
   AllreduceCall& call = team_.allreduce_call();
-  if (way == "private" || way == "segment") return [=, &call] { call.run(data, count_, DType::float32, Op::sum); };
+  if (way == "private" || way == "segment")
+    return [=, &call] { call.run(data, count_, DType::float32, Op::sum, wire_); };
   if (way == "mpi") return [=] { channel_->allreduce(data, count_, DType::float32, Op::sum); };
   if (way == "mpi nonblocking")
     return [=] {
@@ -111,7 +122,7 @@ std::function<void()> Stopwatch::operation(const std::string& way) {
       reduce(DType::float32, Op::sum, sources, 2, false, 1.0, outs, 2, (count_ + 1) / 2);
     };
   const Path path = path_of(way);
-  return [=, &call] { call.run(data, count_, DType::float32, Op::sum, path); };
+  return [=, &call] { call.run(data, count_, DType::float32, Op::sum, wire_, path); };
 }
 
 void Stopwatch::rewrite(float* data, float value) const {
@@ -119,13 +130,13 @@ void Stopwatch::rewrite(float* data, float value) const {
 }
 
 void Stopwatch::meet() {
-  team_.allreduce_call().run(nullptr, 0, DType::float32, Op::sum, Path::staged);
+  team_.allreduce_call().run(nullptr, 0, DType::float32, Op::sum, std::nullopt, Path::staged);
 }
 
 bool Stopwatch::verify(const std::string& way) {
   float* data = data_of(way);
   const Topology& topology = team_.topology();
-  const auto value = [&](int rank, size_t i) { return static_cast<float>((i * 7 + static_cast<size_t>(rank)) % 64); };
+  const auto value = [&](int rank, size_t i) { return static_cast<float>((i * 7 + static_cast<size_t>(rank)) % 16); };
   for (size_t i = 0; i < count_; ++i) data[i] = value(topology.rank, i);
   operation(way)();
   bool correct = true;

@@ -3,6 +3,7 @@
 #pragma once
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,8 +13,9 @@ namespace keras_hpc {
 
 class Stopwatch {
  public:
-  // Collective. `tensors` > 0: also as so many tensors of about equal size, packed and unpacked ("fusion").
-  Stopwatch(Team& team, size_t nbytes, int tensors);
+  // Collective. `tensors` > 0: also as so many tensors of about equal size, packed and unpacked ("fusion"). With
+  // `wire`, ours are rounded to its 16 bits between nodes.
+  Stopwatch(Team& team, size_t nbytes, int tensors, std::optional<DType> wire);
   ~Stopwatch();
   Stopwatch(const Stopwatch&) = delete;
 
@@ -28,7 +30,7 @@ class Stopwatch {
   // and "private PATH" or "segment PATH" for a path of one's choice (slot, push, staged, library).
   bool can(const std::string& way) const;
 
-  // The path that the engine chooses for a way, for people to read.
+  // The path that the engine chooses for a way, and how slices go between nodes, for people to read.
   std::string chosen(const std::string& way) const;
 
   // Collective. Runs it once on known values; false if the result is wrong.
@@ -48,6 +50,7 @@ class Stopwatch {
 
   Team& team_;
   size_t count_;
+  std::optional<DType> wire_;
   std::unique_ptr<Memory> memory_;
   Plan* plan_ = nullptr;
   std::vector<size_t> begins_;  // of the plan's tensors, and the end

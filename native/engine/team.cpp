@@ -64,7 +64,8 @@ Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& 
               {},
               options_.timeout_seconds,
               options_.stall_seconds};
-  context_.patience = find_patience();
+  const Patience fitting = find_patience();  // collective
+  context_.patience = options_.patience.value_or(fitting);
   for (int i = 0; i < std::max(1, options_.threads); ++i) {
     lanes_.push_back(std::make_unique<Lane>());
     lanes_.back()->channel = transport_->open_channel();
@@ -99,16 +100,20 @@ Patience Team::find_patience() {
 
 // ---- plans
 
-Plan& Team::make_plan(const std::string& name, const std::vector<TensorSpec>& tensors, Op op, bool weighted) {
+Plan& Team::make_plan(const std::string& name, const std::vector<TensorSpec>& tensors, Op op, bool weighted,
+                      std::optional<DType> wire, bool in_segment) {
   if (tensors.empty()) throw Error("Plan '" + name + "' has no tensors.");
   std::vector<std::string> items;
-  items.push_back(std::string(name_of(op)) + (weighted ? ", weighted" : ""));
+  items.push_back(std::string(name_of(op)) + (weighted ? ", weighted" : "") +
+                  (wire ? std::string(", sent as ") + name_of(*wire) : "") + (in_segment ? ", in the segment" : ""));
   for (const TensorSpec& tensor : tensors)
     items.push_back(tensor.name + ": " + std::to_string(tensor.count) + " x " + name_of(tensor.dtype));
   agree("The tensors of plan '" + name + "'", items);
+  const auto algorithm_for = [this](size_t nbytes) { return allreduce_->algorithm_for(nbytes, true); };
   const std::lock_guard control(control_mutex_);
-  auto plan = std::make_unique<Plan>(context_, static_cast<int>(plans_.size()), name, tensors, op, weighted,
-                                     static_cast<int>(lanes_.size()), *transport_, *control_);
+  auto plan =
+      std::make_unique<Plan>(context_, static_cast<int>(plans_.size()), name, tensors, op, weighted,
+                             static_cast<int>(lanes_.size()), wire, in_segment, algorithm_for, *transport_, *control_);
   const std::lock_guard lock(plans_mutex_);
   plans_.push_back(std::move(plan));
   plan_count_.store(plans_.size(), std::memory_order_release);
@@ -317,14 +322,15 @@ void Team::leave() {
 
 // ---- blocking collectives
 
-void Team::allreduce(void* data, int64_t count, DType dtype, Op op) {
+void Team::allreduce(void* data, int64_t count, DType dtype, Op op, std::optional<DType> wire,
+                     std::optional<Path> path) {
   if (topology().size == 1) return;
   const bool mean = op == Op::mean;
   if (mean && (dtype == DType::int32 || dtype == DType::int64))
     throw Error("The mean of integers is not an integer. Expected op sum, min or max.");
   throw_if_failed();
   try {
-    allreduce_->run(data, static_cast<size_t>(count), dtype, op);
+    allreduce_->run(data, static_cast<size_t>(count), dtype, op, wire, path);
   } catch (const PlanMismatch&) {
     throw;  // on all ranks, before any data moved: the team can go on
   } catch (const std::exception& e) {

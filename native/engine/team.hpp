@@ -6,6 +6,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -19,7 +20,8 @@ namespace keras_hpc {
 struct TeamOptions {
   int threads = 1;  // communication threads; 0: start and wait do the work
   double timeout_seconds = 300;
-  double stall_seconds = 30;  // a warning when a wait takes longer
+  double stall_seconds = 30;         // a warning when a wait takes longer
+  std::optional<Patience> patience;  // none: what fits the ranks and cores of the node
 };
 
 struct TeamReport {
@@ -43,15 +45,18 @@ class Team {
   int number() const { return context_.number; }
   int threads() const { return options_.threads; }
 
-  // Collective; throws PlanMismatch on every rank if the lists differ. The plan lives as long as the team.
-  Plan& make_plan(const std::string& name, const std::vector<TensorSpec>& tensors, Op op, bool weighted);
+  // Collective; throws PlanMismatch on every rank if the lists differ. The plan lives as long as the team. Between
+  // nodes, float32 is rounded to the 16 bits of `wire`, if given. With `in_segment` the tensors live in its memory.
+  Plan& make_plan(const std::string& name, const std::vector<TensorSpec>& tensors, Op op, bool weighted,
+                  std::optional<DType> wire = std::nullopt, bool in_segment = false);
   void start(Plan& plan, int tensor, void* data, double weight);
   void wait(Plan& plan, int tensor);
   // False if the team has no thread that could call `done`.
   bool wait_all_async(Plan& plan, void (*done)(void*, const char*), void* arg);
 
   // Collective, and block. Every rank calls them in the same order, one thread at a time.
-  void allreduce(void* data, int64_t count, DType dtype, Op op);
+  void allreduce(void* data, int64_t count, DType dtype, Op op, std::optional<DType> wire = std::nullopt,
+                 std::optional<Path> path = std::nullopt);
   AllreduceCall& allreduce_call() { return *allreduce_; }
   // Collective.
   std::unique_ptr<Channel> open_channel() { return transport_->open_channel(); }
