@@ -44,6 +44,16 @@ def test_one_rank_ends_the_job(how, visible, run_ranks):
     _check_end(done)
 
 
+@pytest.mark.parametrize("how", ["kill", "stop-calling"])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_rank_that_fails_in_the_middle_of_a_call_ends_the_job(how, nodes, run_ranks):
+    env = {"MPIR_CVAR_NUM_CLIQUES": str(nodes)}
+    done = run_ranks(2, [RANKS / "fail_calls.py", how], backend="jax", env=env, expect_failure=True)
+    if how == "stop-calling":
+        assert re.search("Timeout.*Waited 4 s in allreduce", done.output), done.output
+    _check_end(done)
+
+
 def test_abort_waits_until_its_output_was_read():
     # A launcher that is slow to read must not lose the reason: MPI_Abort kills it with what it has not read.
     script = "import sys; from keras_hpc import shutdown; sys.stderr.write('why'); shutdown._wait_for_readers()"
