@@ -36,14 +36,24 @@ DTYPES = {
 EPSILON = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6, "float64": 1e-14, "int32": 0, "int64": 0}
 
 
-def run(nodes, work, threads=1, timeout=20.0):
-    """Calls work(team, rank) on one thread per rank; returns the results in rank order."""
+ALGORITHMS = ["recursive_doubling", "rabenseifner", "ring", "pairwise"]
+EVERY_SIZE = 2**62
+
+
+def run(nodes, work, threads=1, timeout=20.0, measured=False):
+    """Calls work(team, rank) on one thread per rank; returns the results in rank order.
+
+    How slices go between nodes is measured only where a test asks for it: with more ranks than cores that takes longer
+    than most tests.
+    """
     transports = _native.in_process_transports(nodes)
     everyone = threading.Barrier(len(nodes))
 
     def rank_main(rank):
         team = _native.Team(transports[rank], 0, threads, timeout, timeout)
         with contextlib.closing(team):
+            if not measured:
+                team.add_choice("network", 0, EVERY_SIZE, ALGORITHMS[len(nodes) % 4])
             result = work(team, rank)
             everyone.wait(30)  # a team is closed by all ranks together
             return result

@@ -3,12 +3,9 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from in_process import DTYPES, NODES, as_bytes, check, data_of, reduce_plan, run
+from in_process import ALGORITHMS, DTYPES, EVERY_SIZE, NODES, as_bytes, check, data_of, reduce_plan, run
 
 from keras_hpc import _native
-
-ALGORITHMS = ["recursive_doubling", "rabenseifner", "ring", "pairwise"]
-EVERY_SIZE = 2**62
 
 
 def use(team, algorithm):

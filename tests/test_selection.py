@@ -28,7 +28,7 @@ def test_ranks_choose_alike_and_once(nodes):
         assert reduce_and_tell(team, rank) == first
         return first
 
-    everyone = run(nodes, work)
+    everyone = run(nodes, work, measured=True)
     assert everyone.count(everyone[0]) == len(nodes)
     arrays = [choice for choice in everyone[0] if choice[0] != "network"]
     assert len(arrays) == 8
@@ -44,7 +44,7 @@ def test_ranks_choose_alike_and_once(nodes):
 
 
 def test_nothing_is_measured_on_one_rank():
-    assert run([0], reduce_and_tell) == [[]]
+    assert run([0], reduce_and_tell, measured=True) == [[]]
 
 
 def test_float16_goes_another_way_than_the_library_which_has_none():
