@@ -33,7 +33,7 @@ from keras_hpc.runtime import (
     rank,
     size,
 )
-from keras_hpc.teams import assign_team
+from keras_hpc.teams import assign_team, configure_team
 
 __version__ = "0.1.0"
 
@@ -52,6 +52,7 @@ __all__ = [
     "broadcast",
     "callbacks",
     "check_replicas",
+    "configure_team",
     "empty",
     "finalize",
     "init",

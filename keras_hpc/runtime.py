@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from keras_hpc import launch, shutdown, tracing
 from keras_hpc.errors import NotInitializedError
-from keras_hpc.teams import Team, make_team
+from keras_hpc.teams import Team, check_wire, make_team
 from keras_hpc.threads import share_cores
 
 _log = logging.getLogger("keras_hpc")
@@ -38,6 +38,7 @@ class Job:
         shard: whether data sets are shared out among ranks.
         batch: whether `batch_size` means one rank's batch ("local") or the batch of all ranks together ("global").
         timeout_seconds: limit of every wait for other ranks.
+        delayed: whether a team is pipelined: then one rank alone has something to do, too.
     """
 
     comm: Any
@@ -52,6 +53,7 @@ class Job:
     shard: bool
     batch: Literal["local", "global"]
     timeout_seconds: float
+    delayed: bool = False
 
 
 def init(
@@ -257,11 +259,7 @@ def _check_arguments(
         )
     if batch not in ("local", "global"):
         raise ValueError(f"`batch` says whose batch size is meant. Expected 'local' or 'global'. Received: {batch!r}")
-    if wire_dtype not in (None, "float16", "bfloat16"):
-        raise ValueError(
-            "`wire_dtype` is what gradients are rounded to between nodes. Expected None, 'float16' or 'bfloat16'. "
-            f"Received: wire_dtype={wire_dtype!r}"
-        )
+    check_wire(wire_dtype)
     for name, value in (("timeout_seconds", timeout_seconds), ("stall_seconds", stall_seconds)):
         if not isinstance(value, (int, float)) or not value > 0:
             raise ValueError(f"`{name}` is a time. Expected a number of seconds > 0. Received: {name}={value!r}")

@@ -8,7 +8,7 @@ import json
 import math
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -27,11 +27,44 @@ class TensorSpec:
     dtype: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """When a team applies which gradients; see `configure_team`."""
+
+    kind: Literal["synchronous", "pipelined"] = "synchronous"
+    synchronous_steps: int | float = 0
+    cooldown_steps: int | float = 0
+    max_steps: int | None = None
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether there are pipelined steps."""
+        return self.kind == "pipelined"
+
+    def window(self, steps: int | None) -> tuple[int, int]:
+        """Returns how many of a training's `steps` are synchronous at its start, and how many then are pipelined.
+
+        Raises:
+            ValueError: that depends on the number of steps, and it is None.
+        """
+        first, last = self.synchronous_steps, self.cooldown_steps
+        if steps is None:
+            if isinstance(first, float) or last:
+                raise ValueError(
+                    "Fractions of the training, and a cool-down at its end, need its number of steps, which the data "
+                    "do not tell. Expected keras_hpc.configure_team(..., max_steps=...). Received: max_steps=None"
+                )
+            return int(first), 2**62
+        counts = [round(x * steps) if isinstance(x, float) else min(int(x), steps) for x in (first, last)]
+        return counts[0], max(0, steps - sum(counts)) if last else 2**62
+
+
 class Plan:
     """A fixed list of tensors that a team reduces together, once per step.
 
     Attributes:
         id: number of the plan, for the native operations of the frameworks.
+        name: as given.
         tensors: the tensors, in the order in which backward makes them.
         op: "mean", "sum", "min" or "max".
         weighted: whether a mean is weighted by the ranks' numbers of samples.
@@ -47,9 +80,11 @@ class Plan:
         weighted: bool,
         wire_dtype: str | None,
         in_segment: bool,
+        pipelined: bool,
     ) -> None:
         specs = [(t.name, t.dtype, math.prod(t.shape)) for t in tensors]
-        self._native = team.native.plan(key, specs, op, weighted, wire_dtype or "", in_segment)
+        self._native = team.native.plan(key, specs, op, weighted, wire_dtype or "", in_segment, pipelined)
+        self.name = key
         self.id: int = self._native.id
         self.tensors = tuple(tensors)
         self.op = op
@@ -70,6 +105,29 @@ class Plan:
         array: np.ndarray = self._native.memory(tensor).view(dtype_of(spec.dtype)).reshape(spec.shape)
         return array
 
+    def set_schedule(self, synchronous: int, pipelined: int) -> None:
+        """Of a pipelined plan: so many steps from now are synchronous, so many then pipelined, the rest synchronous."""
+        self._native.set_schedule(synchronous, pipelined)
+
+    def outstanding(self) -> bool:
+        """Returns whether a pipelined plan holds an average that no step has taken."""
+        outstanding: bool = self._native.outstanding()
+        return outstanding
+
+    def take(self, *, keep: bool = False) -> list[np.ndarray]:
+        """Returns the outstanding average of a pipelined plan, one array for each tensor.
+
+        Args:
+            keep: leave it outstanding.
+
+        Raises:
+            CommunicationError: there is none.
+        """
+        arrays = [np.empty(t.shape, dtype_of(t.dtype)) for t in self.tensors]
+        if not self._native.take([_bytes(array) for array in arrays], keep):
+            raise _native.Error(f"No average of plan '{self.name}' is outstanding.")
+        return arrays
+
 
 class Team:
     """Ranks that reduce together. Made by `keras_hpc.init`.
@@ -82,6 +140,8 @@ class Team:
         ranks: the ranks of the job that belong to it.
         node_count: number of nodes.
         wire_dtype: "float16" or "bfloat16" if gradients of float32 are rounded to it on their way between nodes.
+        schedule: when it applies which gradients.
+        report_every: steps after which rank 0 prints what reductions cost; None: never.
         selection_key: under which measured choices are kept; empty with one rank.
     """
 
@@ -94,6 +154,8 @@ class Team:
         self.node_count: int = native.node_count
         self.ranks = tuple(ranks)
         self.wire_dtype: str | None = None
+        self.schedule = Schedule()
+        self.report_every: int | None = None
         self.selection_key = ""
         self._plans: dict[tuple[Any, ...], Plan] = {}
 
@@ -105,6 +167,7 @@ class Team:
         weighted: bool = True,
         wire_dtype: str | None = None,
         in_segment: bool = False,
+        pipelined: bool = False,
     ) -> Plan:
         """Returns the plan for these tensors. Collective at the first call with these arguments.
 
@@ -116,13 +179,14 @@ class Team:
             wire_dtype: "float16" or "bfloat16": round float32 to it between nodes; sums are taken in float32, and all
                 ranks get the same bits.
             in_segment: the tensors live in memory that the ranks of a node share (`Plan.array`), and nothing is copied.
+            pipelined: steps may get the average of the step before; see native/engine/pipeline.hpp.
 
         Raises:
             PlanMismatchError: ranks ask for different tensors.
         """
-        signature = (key, tuple(tensors), op, weighted, wire_dtype, in_segment)
+        signature = (key, tuple(tensors), op, weighted, wire_dtype, in_segment, pipelined)
         if signature not in self._plans:
-            self._plans[signature] = Plan(self, key, tensors, op, weighted, wire_dtype, in_segment)
+            self._plans[signature] = Plan(self, key, tensors, op, weighted, wire_dtype, in_segment, pipelined)
         return self._plans[signature]
 
     def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
@@ -172,6 +236,11 @@ class Team:
     def barrier(self) -> None:
         """Waits until all ranks are here. Collective."""
         self.native.barrier()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether it has made a plan for the gradients of an optimizer."""
+        return any(key.startswith("optimizer") for key, *_ in self._plans)
 
     def report(self) -> dict[str, Any]:
         """Returns what the team did so far and the memory it holds: steps, bytes, seconds."""
@@ -227,6 +296,90 @@ def assign_team(model_or_optimizer: Any, team: int) -> None:
         ValueError: there is no such team.
         TypeError: neither a compiled model nor an optimizer.
     """
+    _team_number(team)
+    optimizer = getattr(model_or_optimizer, "optimizer", model_or_optimizer)
+    if not hasattr(optimizer, "apply"):
+        raise TypeError(f"Expected a compiled model or an optimizer. Received: {model_or_optimizer!r}")
+    _assigned[optimizer] = team
+    _assigned[model_or_optimizer] = team
+
+
+def configure_team(
+    team: int = 0,
+    *,
+    schedule: Literal["synchronous", "pipelined"] = "synchronous",
+    synchronous_steps: int | float = 0,
+    cooldown_steps: int | float = 0,
+    max_steps: int | None = None,
+    wire_dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+    report_every: int | None = None,
+) -> None:
+    """Says how a team reduces gradients. Call it before the first step of its models. Collective on the team.
+
+    "synchronous": every step applies the average of its own gradients. "pipelined": a step applies the average of the
+    gradients of the step before, whose reduction has had a whole step's time; the first one applies nothing. Every
+    gradient is applied exactly once: what is outstanding is applied at the end of `fit`, before `evaluate`, `predict`,
+    `save` and checkpoint callbacks, and, where steps become synchronous again, before that step's own average. Stale
+    gradients can cost accuracy: begin synchronously, and end so.
+
+    Args:
+        team: number of the team.
+        schedule: "synchronous" or "pipelined".
+        synchronous_steps: steps at the start of each `fit` that are synchronous, a number, or a fraction (a float) of
+            its steps. With gradient accumulation, updates are counted.
+        cooldown_steps: likewise at the end.
+        max_steps: steps of the whole training, where no `fit` says so: with `train_on_batch` and loops of your own, and
+            with data of unknown length.
+        wire_dtype: gradients of float32 are rounded to it on their way between nodes. None: as `init` was told.
+        report_every: after so many steps rank 0 prints what the team's reductions cost: bytes, time, how much of it
+            steps waited, and how they went. None: never.
+
+    Raises:
+        ValueError: an argument is not as described.
+        RuntimeError: the team has reduced gradients already.
+        PlanMismatchError: ranks pass different arguments.
+    """
+    from keras_hpc.runtime import job
+
+    members = _team_number(team)
+    if schedule not in ("synchronous", "pipelined"):
+        raise ValueError(f"`schedule` is 'synchronous' or 'pipelined'. Received: schedule={schedule!r}")
+    for name, steps in (("synchronous_steps", synchronous_steps), ("cooldown_steps", cooldown_steps)):
+        whole = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0
+        if not whole and not (isinstance(steps, float) and 0 <= steps <= 1):
+            raise ValueError(
+                f"`{name}` is a number of steps, or a fraction of all of them. Expected an integer >= 0 or a float "
+                f"from 0.0 to 1.0. Received: {name}={steps!r}"
+            )
+    if max_steps is not None and (not isinstance(max_steps, int) or max_steps < 1):
+        raise ValueError(f"`max_steps` is a number of steps. Expected an integer >= 1. Received: {max_steps!r}")
+    if wire_dtype != "float32":
+        check_wire(wire_dtype)
+    if report_every is not None and (not isinstance(report_every, int) or report_every < 1):
+        raise ValueError(f"`report_every` is a number of steps. Expected an integer >= 1. Received: {report_every!r}")
+    if members.has_gradients:
+        raise RuntimeError(
+            f"Team {team} has reduced gradients already. Call keras_hpc.configure_team right after compile, before the "
+            "first step."
+        )
+    chosen = Schedule(schedule, synchronous_steps, cooldown_steps, max_steps)
+    members.agree("The arguments of keras_hpc.configure_team", [f"{chosen}, wire_dtype={wire_dtype}"])
+    members.schedule, members.report_every = chosen, report_every
+    if wire_dtype is not None:
+        members.wire_dtype = None if wire_dtype == "float32" else wire_dtype
+    job().delayed = any(t.schedule.pipelined for t in job().teams)
+
+
+def check_wire(wire_dtype: Any) -> None:
+    """Raises ValueError unless it is None or a dtype of 16 bits."""
+    if wire_dtype not in (None, "float16", "bfloat16"):
+        raise ValueError(
+            "`wire_dtype` is what gradients are rounded to between nodes. Expected None, 'float16' or 'bfloat16'. "
+            f"Received: wire_dtype={wire_dtype!r}"
+        )
+
+
+def _team_number(team: Any) -> Team:
     from keras_hpc.runtime import job
 
     teams = job().teams
@@ -235,11 +388,7 @@ def assign_team(model_or_optimizer: Any, team: int) -> None:
             f"There is no such team. Expected a number from 0 to {len(teams) - 1}; keras_hpc.init(teams=...) sets how "
             f"many there are. Received: team={team!r}"
         )
-    optimizer = getattr(model_or_optimizer, "optimizer", model_or_optimizer)
-    if not hasattr(optimizer, "apply"):
-        raise TypeError(f"Expected a compiled model or an optimizer. Received: {model_or_optimizer!r}")
-    _assigned[optimizer] = team
-    _assigned[model_or_optimizer] = team
+    return teams[team]
 
 
 def team_of(model_or_optimizer: Any) -> Team:

@@ -4,7 +4,7 @@
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from keras_hpc.backends import library_path
 NEEDS_THREAD = True
 
 _START, _DONE = "khpc_jax_start", "khpc_jax_done"
+_TURN, _SECOND = "khpc_jax_turn", "khpc_jax_second"
 
 
 @functools.cache
@@ -38,7 +39,7 @@ def load() -> None:
         )
     path = library_path("keras_hpc_jax")
     library = ctypes.CDLL(path)
-    for name in (_START, _DONE):
+    for name in (_START, _DONE, _TURN, _SECOND):
         try:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
         except jax.errors.JaxRuntimeError as error:
@@ -75,6 +76,41 @@ def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = 
     Returns:
         The reduced arrays, in the plan's order.
     """
+    return _run(_start_and_done, plan, tensors, weight, active)
+
+
+def turn(
+    plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = None
+) -> tuple[list[jax.Array], jax.Array]:
+    """The same for a pipelined plan.
+
+    Returns:
+        What the first update of this step applies, and how many updates it makes, a scalar array: 0, 1 or 2; 0 too if
+        `active` is false.
+    """
+    *reduced, updates = _run(_start_and_turn, plan, tensors, weight, active)
+    return reduced, updates
+
+
+def repeat(plan: Any, updates: Any, reduced: Sequence[Any], state: Any, update: Callable[[Any, list[Any]], Any]) -> Any:
+    """Makes the updates of a step: calls `update(state, gradients)`, which returns the next state. Collective."""
+    if not any(map(is_traced, (*reduced, updates))):
+        for number in range(int(updates)):
+            reduced = reduced if number == 0 else jax.block_until_ready(_second_program(plan.id)(list(reduced)))
+            state = update(state, list(reduced))
+        return state
+
+    def body(carry: Any) -> Any:
+        number, gradients, values = carry
+        gradients = jax.lax.cond(number == 0, lambda given: given, functools.partial(_second, plan.id), gradients)
+        after = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), update(values, gradients), values)
+        return number + 1, gradients, after
+
+    start = (jnp.int32(0), list(reduced), jax.tree.map(jnp.asarray, state))
+    return jax.lax.while_loop(lambda carry: carry[0] < updates, body, start)[2]
+
+
+def _run(program: Callable[..., Any], plan: Any, tensors: Sequence[Any], weight: Any, active: Any) -> list[jax.Array]:
     for x, spec in zip(tensors, plan.tensors, strict=True):
         if x.dtype.name != spec.dtype or tuple(x.shape) != tuple(spec.shape):
             raise ValueError(
@@ -85,11 +121,12 @@ def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = 
     weight = jnp.asarray(1.0 if weight is None else weight, jnp.result_type(float))
     active = jnp.asarray(True if active is None else active, bool)
     if any(map(is_traced, (*tensors, weight, active))):
-        return _start_and_done(plan.id, tensors, weight, active)
-    reduced: list[jax.Array] = _program(plan.id)(tensors, weight, active)
+        results: list[jax.Array] = program(plan.id, tensors, weight, active)
+        return results
+    results = _program(program, plan.id)(list(tensors), weight, active)
     # Ranks agree on the order of reductions because each is complete before the next begins.
-    jax.block_until_ready(reduced)
-    return reduced
+    jax.block_until_ready(results)
+    return results
 
 
 def is_traced(x: Any) -> bool:
@@ -109,8 +146,13 @@ def assign(variable: Any, value: np.ndarray) -> None:
 
 
 @functools.cache
-def _program(plan: int) -> Any:
-    return jax.jit(functools.partial(_start_and_done, plan))
+def _program(program: Callable[..., Any], plan: int) -> Any:
+    return jax.jit(functools.partial(program, plan))
+
+
+@functools.cache
+def _second_program(plan: int) -> Any:
+    return jax.jit(functools.partial(_second, plan))
 
 
 def _start_and_done(plan: int, tensors: Sequence[Any], weight: Any, active: Any) -> list[jax.Array]:
@@ -118,11 +160,22 @@ def _start_and_done(plan: int, tensors: Sequence[Any], weight: Any, active: Any)
     return _call(_DONE, buffers, [active], plan=plan)
 
 
-def _call(target: str, buffers: Sequence[Any], others: Sequence[Any], **attributes: int) -> list[jax.Array]:
-    """Calls a handler that changes `buffers` in place."""
+def _start_and_turn(plan: int, tensors: Sequence[Any], weight: Any, active: Any) -> list[jax.Array]:
+    buffers = [_call(_START, [x], [weight, active], plan=plan, tensor=i)[0] for i, x in enumerate(tensors)]
+    return _call(_TURN, buffers, [active], [jax.ShapeDtypeStruct((), jnp.int32)], plan=plan)
+
+
+def _second(plan: int, buffers: Sequence[Any]) -> list[jax.Array]:
+    return _call(_SECOND, buffers, [], plan=plan)
+
+
+def _call(
+    target: str, buffers: Sequence[Any], others: Sequence[Any], more: Sequence[Any] = (), **attributes: int
+) -> list[jax.Array]:
+    """Calls a handler that changes `buffers` in place and may have `more` results."""
     call = jax.ffi.ffi_call(
         target,
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in buffers],
+        [*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in buffers), *more],
         has_side_effect=True,
         input_output_aliases={i: i for i in range(len(buffers))},
     )

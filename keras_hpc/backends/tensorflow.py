@@ -3,7 +3,7 @@
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,37 @@ def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = 
     for x, spec in zip(reduced, plan.tensors, strict=True):
         x.set_shape(spec.shape)
     return reduced
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def turn(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = None) -> tuple[list[tf.Tensor], Any]:
+    """The same for a pipelined plan; `active` is not needed here.
+
+    Returns:
+        What the first update of this step applies, and how many updates it makes, a scalar tensor: 0, 1 or 2.
+    """
+    reduced = reduce(plan, tensors, weight)
+    updates = _ops.khpc_updates(plan=plan.id)
+    updates.set_shape(())
+    return reduced, updates
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def repeat(plan: Any, updates: Any, reduced: Sequence[Any], update: Callable[[list[Any]], None]) -> None:
+    """Makes the updates of a step: calls `update` with what each applies. Collective."""
+
+    def second() -> list[tf.Tensor]:
+        values = [_ops.khpc_second(x, plan=plan.id, tensor=i) for i, x in enumerate(reduced)]
+        for x, spec in zip(values, plan.tensors, strict=True):
+            x.set_shape(spec.shape)
+        return values
+
+    def body(number: Any) -> list[tf.Tensor]:
+        values = tf.cond(tf.equal(number, 0), lambda: list(reduced), second)
+        update([values] if isinstance(values, tf.Tensor) else list(values))
+        return [number + 1]
+
+    tf.while_loop(lambda number: number < updates, body, [tf.constant(0)], parallel_iterations=1)
 
 
 def allgather_rows(team: Any, tensor: Any) -> tf.Tensor:

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from keras_hpc import runtime, teams
-from keras_hpc.keras_hooks import compat, losses, scope, state
+from keras_hpc.keras_hooks import compat, losses, pipeline, scope, state
 
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
@@ -36,6 +36,15 @@ def only_mine(arguments: dict[str, Any]) -> None:
     elif callbacks:
         flat = keras.tree.flatten(callbacks)
         arguments["callbacks"] = [callback for callback in flat if not isinstance(callback, _rank_0_classes())]
+
+
+def saves(arguments: dict[str, Any]) -> bool:
+    """Returns whether a callback among the arguments of `fit`, on whatever rank it runs, saves the model."""
+    given = arguments.get("callbacks")
+    flat = given.callbacks if isinstance(given, keras.callbacks.CallbackList) else keras.tree.flatten(given or [])
+    orbax = compat.find("keras.src.callbacks.orbax_checkpoint:OrbaxCheckpoint")
+    classes = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, *([orbax] if orbax else []))
+    return any(isinstance(callback, classes) for callback in flat)
 
 
 @functools.cache
@@ -78,12 +87,16 @@ def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         model, team = fit.model, teams.team_of(fit.model)
         losses.check_exact(model)
+        steps = self.params.get("steps")
+        fit.epochs = self.params.get("epochs", 0)
         # A callback may have restored weights and the epoch to go on with, on the root alone.
         epoch = -1 if model._initial_epoch is None or team.rank > 0 else model._initial_epoch
         message = np.array([not is_built(model), any(map(may_stop, self.callbacks)), epoch], np.int64)
         team.allreduce(message, op="max")
         fit.agree_each_batch = bool(message[1])
         model._initial_epoch = None if message[2] < 0 else int(message[2])
+        left = fit.epochs - max(model._initial_epoch or 0, fit.initial_epoch)
+        pipeline.plan_schedule(model, None if steps is None else steps * max(left, 0))
         if not message[0]:
             state.synchronize(model)
 
@@ -105,10 +118,14 @@ def _agree(fit: scope.Fit) -> None:
 def _agreeing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
-        original(self, epoch, logs)
         fit = _running_fit(self)
+        if fit is not None and (fit.saves or epoch + 1 >= fit.epochs):
+            pipeline.drain(fit.model)
+        original(self, epoch, logs)
         if fit is not None:
             _agree(fit)
+            if fit.model.stop_training:
+                pipeline.drain(fit.model)
 
     return on_epoch_end
 

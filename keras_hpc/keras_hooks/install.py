@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keras_hpc.keras_hooks import callbacks, compat, data, losses, metrics, optimizer, scope, state, trainer
+from keras_hpc import report
+from keras_hpc.keras_hooks import callbacks, compat, data, losses, metrics, optimizer, pipeline, scope, state, trainer
 
 _MISSING = object()
 
@@ -53,7 +54,7 @@ def install(job: Any) -> None:
     """
     compat.check()
     try:
-        for part in (state, losses, optimizer, trainer, metrics, callbacks, data):
+        for part in (state, losses, optimizer, pipeline, trainer, metrics, callbacks, data):
             part.install(job, _patcher)
     except BaseException:
         uninstall()
@@ -64,5 +65,7 @@ def uninstall() -> None:
     """Takes every hook out. Keras is then as before `install`, and compiled steps that held hooks are forgotten."""
     _patcher.restore()
     trainer.forget()
+    pipeline.forget()
+    report.forget()
     state.forget()
     scope.forget()

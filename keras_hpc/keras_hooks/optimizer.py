@@ -20,7 +20,7 @@ from typing import Any
 import keras
 
 from keras_hpc import backends, teams
-from keras_hpc.keras_hooks import compat, scope, state
+from keras_hpc.keras_hooks import compat, pipeline, scope, state
 
 
 class _Funnel(threading.local):
@@ -77,12 +77,15 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         inside = _funnel.outer is not None
-        if not scope.active() or (inside and not (_funnel.deferred and _reduces_in_deferral(self))):
+        pipelined = scope.active() and teams.team_of(_funnel.outer or self).schedule.pipelined
+        if not scope.active() or (inside and not (_funnel.deferred and _reduces_in_deferral(self, pipelined))):
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         gradients = list(bound.arguments["grads"])
         stateless = original.__name__ == "stateless_apply"  # which is given values instead of variables
         variables = (not stateless and bound.arguments.get("trainable_variables")) or self._trainable_variables
+        if inside and pipelined:
+            return _apply_pipelined(self, original, bound, gradients, variables, None)
         if inside:
             bound.arguments["grads"] = reduce_gradients(self, gradients, variables, None)
             return original(*bound.args, **bound.kwargs)
@@ -90,10 +93,14 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
         step = scope.step()
         count = None if step is None else step.count
         deferred = accumulates(self)
-        prepare = _scale_by_share if deferred else reduce_gradients
-        bound.arguments["grads"] = prepare(self, gradients, variables, count)
+        here = pipelined and (not deferred or bool(self.gradient_accumulation_steps))
+        if deferred or not pipelined:
+            prepare = _scale_by_share if deferred else reduce_gradients
+            bound.arguments["grads"] = gradients = prepare(self, gradients, variables, count)
         _funnel.outer, _funnel.deferred = self, deferred
         try:
+            if here:
+                return _apply_pipelined(self, original, bound, gradients, variables, count)
             return original(*bound.args, **bound.kwargs)
         finally:
             _funnel.outer, _funnel.deferred = None, False
@@ -101,9 +108,37 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _reduces_in_deferral(optimizer: Any) -> bool:
-    """Returns whether an inner optimizer does not accumulate although another one beside it does."""
-    return not state.held_optimizers(optimizer) and not optimizer.gradient_accumulation_steps
+def _reduces_in_deferral(optimizer: Any, pipelined: bool) -> bool:
+    """Returns whether an inner optimizer reduces in `apply` although the outermost did not.
+
+    That is one that does not accumulate beside one that does. In a pipelined team it is every innermost one, as whole
+    updates are late there.
+    """
+    return not state.held_optimizers(optimizer) and (pipelined or not optimizer.gradient_accumulation_steps)
+
+
+def _apply_pipelined(
+    optimizer: Any, original: Callable[..., Any], bound: Any, gradients: list[Any], variables: Sequence[Any], count: Any
+) -> Any:
+    key = _key(optimizer)
+    team = teams.team_of(_funnel.outer or optimizer)
+    if original.__name__ == "stateless_apply":
+
+        def update_state(values: Any, averages: list[Any]) -> Any:
+            bound.arguments["grads"] = averages
+            bound.arguments["trainable_variables"], bound.arguments["optimizer_variables"] = values
+            return original(*bound.args, **bound.kwargs)
+
+        values = (bound.arguments["trainable_variables"], bound.arguments["optimizer_variables"])
+        return pipeline.apply_stateless(team, optimizer, gradients, count, key, values, update_state)
+
+    def update(averages: list[Any]) -> None:
+        bound.arguments["grads"] = averages
+        original(*bound.args, **bound.kwargs)
+
+    if optimizer.gradient_accumulation_steps:
+        return pipeline.apply_accumulated(team, optimizer, gradients, variables, key, update)
+    return pipeline.apply(team, optimizer, gradients, variables, count, key, update)
 
 
 def _reducing_accumulated(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -41,10 +41,21 @@ class Step:
 
 @dataclasses.dataclass
 class Fit:
-    """The `fit` that runs."""
+    """The `fit` that runs.
+
+    Args:
+        model: the model that trains.
+        saves: whether a callback of the user's saves the model at the end of an epoch.
+        agree_each_batch: whether a callback may stop training after any batch.
+        initial_epoch: number of the first epoch.
+        epochs: number of the last epoch, plus one.
+    """
 
     model: Any
+    saves: bool = False
+    initial_epoch: int = 0
     agree_each_batch: bool = False
+    epochs: int = 0
 
 
 class _Scope(threading.local):
@@ -86,8 +97,10 @@ def forget() -> None:
 
 
 def active() -> bool:
-    """Returns whether this call works together with other ranks."""
-    return runtime.is_initialized() and runtime.job().size > 1 and not runtime.is_local()
+    """Returns whether this call works together with other ranks, or with other steps."""
+    if not runtime.is_initialized() or runtime.is_local():
+        return False
+    return runtime.job().size > 1 or runtime.job().delayed
 
 
 def step() -> Step | None:

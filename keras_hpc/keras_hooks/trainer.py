@@ -12,8 +12,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_hpc import runtime
-from keras_hpc.keras_hooks import callbacks, compat, scope, state, steps
+from keras_hpc import report, runtime
+from keras_hpc.keras_hooks import callbacks, compat, pipeline, scope, state, steps
 
 Method = Callable[..., Any]
 
@@ -52,9 +52,13 @@ def _fitting(original: Method) -> Method:
         if not scope.active():
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
+        saves = callbacks.saves(bound.arguments)
         callbacks.only_mine(bound.arguments)
-        with scope.running_fit(scope.Fit(self)):
-            return original(*bound.args, **bound.kwargs)
+        first = bound.arguments.get("initial_epoch", 0)
+        with scope.running_fit(scope.Fit(self, saves=saves, initial_epoch=first)):
+            result = original(*bound.args, **bound.kwargs)
+        pipeline.drain(self)
+        return result
 
     return fit
 
@@ -70,6 +74,7 @@ def _quiet(original: Method) -> Method:
         callbacks.only_mine(bound.arguments)
         if not state.was_made_equal(self) and scope.fit() is None and callbacks.is_built(self):
             state.synchronize(self)
+        pipeline.drain(self)
         state.average_moved(self)
         return original(*bound.args, **bound.kwargs)
 
@@ -153,7 +158,10 @@ def _prepared(model: Any, kind: str, function: Method) -> Method:
         if not state.was_made_equal(owner) and hasattr(args[-1], "element_spec"):
             _build(owner, args[-1].element_spec)
             state.synchronize(owner)
-        return function(*args)
+        results = function(*args)
+        if kind == "train":
+            report.after_step()
+        return results
 
     return run
 

@@ -63,9 +63,16 @@ class PyTeam {
 struct PyPlan {
   const PyTeam* owner;  // kept alive by Python
   Plan* plan;           // valid while the owner is open
+  Pipeline* pipeline;   // null: steps are synchronous
   int id;
 
   Team& team() const { return owner->get(); }
+
+  Pipeline& get_pipeline() const {
+    static_cast<void>(team());
+    if (pipeline == nullptr) throw Error("Plan '" + plan->name() + "' is not pipelined.");
+    return *pipeline;
+  }
 
   void check(int tensor, size_t nbytes) const {
     if (tensor < 0 || tensor >= plan->layout().tensor_count())
@@ -89,11 +96,12 @@ std::optional<DType> parse_wire(const std::string& name) {
 using Spec = std::tuple<std::string, std::string, int64_t>;
 
 PyPlan make_plan(const PyTeam& team, const std::string& name, const std::vector<Spec>& tensors, const std::string& op,
-                 bool weighted, const std::string& wire, bool in_segment) {
+                 bool weighted, const std::string& wire, bool in_segment, bool pipelined) {
   std::vector<TensorSpec> specs;
   for (const auto& [tensor, dtype, count] : tensors) specs.push_back({tensor, parse_dtype(dtype), count});
-  Plan& plan = team.get().make_plan(name, specs, parse_op(op), weighted, parse_wire(wire), in_segment);
-  return {&team, &plan, registry::add(&team.get(), &plan)};
+  Plan& plan = team.get().make_plan(name, specs, parse_op(op), weighted, parse_wire(wire), in_segment || pipelined);
+  Pipeline* pipeline = pipelined ? &team.get().make_pipeline(plan) : nullptr;
+  return {&team, &plan, pipeline, registry::add(&team.get(), &plan, pipeline)};
 }
 
 void allreduce(const PyTeam& team, const Bytes& data, const std::string& dtype, const std::string& op,
@@ -118,6 +126,8 @@ nb::dict report(const PyTeam& team) {
   d["bytes"] = r.bytes;
   d["plan_bytes"] = r.plan_bytes;
   d["segment_bytes"] = r.segment_bytes;
+  d["wire_seconds"] = r.wire_seconds;
+  d["algorithm"] = r.algorithm;
   d["exposed_seconds"] = r.exposed_seconds;
   d["progress_seconds"] = r.progress_seconds;
   return d;
@@ -175,7 +185,10 @@ NB_MODULE(_native, m) {
             Team& team = plan.team();
             plan.check(tensor, data.size());
             const nb::gil_scoped_release released;
-            team.start(*plan.plan, tensor, data.data(), weight);
+            if (plan.pipeline != nullptr)
+              plan.pipeline->start(tensor, data.data(), weight);
+            else
+              team.start(*plan.plan, tensor, data.data(), weight);
           },
           "tensor"_a, "data"_a.noconvert(), "weight"_a = 1.0)
       .def(
@@ -184,7 +197,10 @@ NB_MODULE(_native, m) {
             Team& team = plan.team();
             plan.check(tensor, plan.plan->layout().range(tensor).size());
             const nb::gil_scoped_release released;
-            team.wait(*plan.plan, tensor);
+            if (plan.pipeline != nullptr)
+              plan.pipeline->wait(tensor);
+            else
+              team.wait(*plan.plan, tensor);
           },
           "tensor"_a)
       .def(
@@ -196,7 +212,37 @@ NB_MODULE(_native, m) {
             const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::shared_ptr<std::byte>*>(p); });
             return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(kept->get() + range.begin, {range.size()}, owner);
           },
-          "tensor"_a, "The bytes of a tensor that lives in the plan's segment.");
+          "tensor"_a, "The bytes of a tensor that lives in the plan's segment.")
+      .def(
+          "set_schedule",
+          [](const PyPlan& plan, uint64_t synchronous, uint64_t pipelined) {
+            plan.get_pipeline().set_schedule(synchronous, pipelined);
+          },
+          "synchronous"_a, "pipelined"_a, "How many steps from now are synchronous, and then pipelined.")
+      .def("updates", [](const PyPlan& plan) { return plan.get_pipeline().updates(); })
+      .def(
+          "second",
+          [](const PyPlan& plan, int tensor, const Bytes& data) {
+            plan.check(tensor, data.size());
+            const nb::gil_scoped_release released;
+            plan.get_pipeline().second(tensor, data.data());
+          },
+          "tensor"_a, "data"_a.noconvert())
+      .def("outstanding", [](const PyPlan& plan) { return plan.get_pipeline().outstanding(); })
+      .def(
+          "take",
+          [](const PyPlan& plan, const std::vector<Bytes>& out, bool keep) {
+            std::vector<void*> data;
+            for (size_t i = 0; i < out.size(); ++i) {
+              plan.check(static_cast<int>(i), out[i].size());
+              data.push_back(out[i].data());
+            }
+            if (data.size() != plan.plan->tensors().size())
+              throw nb::value_error("Expected an array for each tensor of the plan.");
+            const nb::gil_scoped_release released;
+            return plan.get_pipeline().take(data, keep);
+          },
+          "out"_a, "keep"_a, "The outstanding average, into arrays; False if there is none.");
 
   nb::class_<PyTeam>(m, "Team")
       .def(nb::init<std::unique_ptr<Transport>, int, int, double, double, const std::string&>(), release, "transport"_a,
@@ -206,8 +252,10 @@ NB_MODULE(_native, m) {
       .def_prop_ro("size", [](const PyTeam& team) { return team.get().topology().size; })
       .def_prop_ro("node_count", [](const PyTeam& team) { return team.get().topology().node_count; })
       .def_prop_ro("threads", [](const PyTeam& team) { return team.get().threads(); })
+      .def("steps", [](const PyTeam& team) { return team.get().steps(); })
       .def("plan", &make_plan, release, "name"_a, "tensors"_a, "op"_a, "weighted"_a, "wire_dtype"_a = "",
-           "in_segment"_a = false, nb::keep_alive<0, 1>(), "Collective: a plan for tensors (name, dtype, count).")
+           "in_segment"_a = false, "pipelined"_a = false, nb::keep_alive<0, 1>(),
+           "Collective: a plan for tensors (name, dtype, count).")
       .def("allreduce", &allreduce, release, "data"_a.noconvert(), "dtype"_a, "op"_a, "path"_a = "",
            "wire_dtype"_a = "")
       .def(

@@ -16,6 +16,13 @@ inline double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
+// Atomic doubles have no operator += before C++20.
+inline void add(std::atomic<double>& sum, double value) {
+  double before = sum.load(std::memory_order_relaxed);
+  while (!sum.compare_exchange_weak(before, before + value, std::memory_order_relaxed)) {
+  }
+}
+
 // Whether a rank still takes part in communication.
 enum class Fate : uint32_t { present, left, failed };
 

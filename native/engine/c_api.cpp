@@ -36,6 +36,12 @@ registry::PlanEntry find(int plan, int tensor) {
   return entry;
 }
 
+Pipeline& pipeline_of(int plan, int tensor) {
+  const registry::PlanEntry entry = find(plan, tensor);
+  if (entry.pipeline == nullptr) throw Error("Plan '" + entry.plan->name() + "' is not pipelined.");
+  return *entry.pipeline;
+}
+
 // Teams and arrays that C made, and so owns.
 std::mutex owned_mutex;
 std::map<int, std::unique_ptr<Team>> owned_teams;
@@ -50,7 +56,10 @@ int khpc_start(int plan, int tensor, void* data, double weight) {
   return guarded(
       [&]() -> int {
         const auto entry = find(plan, tensor);
-        entry.team->start(*entry.plan, tensor, data, weight);
+        if (entry.pipeline != nullptr)
+          entry.pipeline->start(tensor, data, weight);
+        else
+          entry.team->start(*entry.plan, tensor, data, weight);
         return KHPC_OK;
       },
       KHPC_ERROR);
@@ -60,7 +69,10 @@ int khpc_wait(int plan, int tensor) {
   return guarded(
       [&]() -> int {
         const auto entry = find(plan, tensor);
-        entry.team->wait(*entry.plan, tensor);
+        if (entry.pipeline != nullptr)
+          entry.pipeline->wait(tensor);
+        else
+          entry.team->wait(*entry.plan, tensor);
         return KHPC_OK;
       },
       KHPC_ERROR);
@@ -70,7 +82,36 @@ int khpc_wait_all_async(int plan, void (*done)(void* arg, const char* error), vo
   return guarded(
       [&]() -> int {
         const auto entry = find(plan, 0);
-        return entry.team->wait_all_async(*entry.plan, done, arg) ? KHPC_OK : KHPC_BLOCKING;
+        const bool accepted = entry.pipeline != nullptr ? entry.pipeline->wait_all_async(done, arg)
+                                                        : entry.team->wait_all_async(*entry.plan, done, arg);
+        return accepted ? KHPC_OK : KHPC_BLOCKING;
+      },
+      KHPC_ERROR);
+}
+
+int khpc_updates(int plan) {
+  return guarded(
+      [&] {
+        const Pipeline* pipeline = find(plan, 0).pipeline;
+        return pipeline != nullptr ? pipeline->updates() : 1;
+      },
+      -1);
+}
+
+int khpc_second(int plan, int tensor, void* data) {
+  return guarded(
+      [&]() -> int {
+        pipeline_of(plan, tensor).second(tensor, data);
+        return KHPC_OK;
+      },
+      KHPC_ERROR);
+}
+
+int khpc_second_async(int plan, void* const* data, void (*done)(void* arg, const char* error), void* arg) {
+  return guarded(
+      [&]() -> int {
+        const int count = find(plan, 0).plan->layout().tensor_count();
+        return pipeline_of(plan, 0).second_async({data, data + count}, done, arg) ? KHPC_OK : KHPC_BLOCKING;
       },
       KHPC_ERROR);
 }

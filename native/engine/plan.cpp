@@ -122,6 +122,8 @@ void Plan::begin(double weight) {
   std::fill(packed_front_.begin(), packed_front_.end(), 0);
   for (auto& state : states_) state.store(State::idle, std::memory_order_relaxed);
   finished_.store(0, std::memory_order_relaxed);
+  began_at_.store(Clock::now(), std::memory_order_relaxed);
+  note_reduced(began_at_);
   step_.fetch_add(1, std::memory_order_seq_cst);
   active_.store(true, std::memory_order_release);
 }
@@ -203,6 +205,7 @@ void Plan::finish(int tensor) {
   states_[at(tensor)].store(State::finished, std::memory_order_release);
   if (finished_.fetch_add(1, std::memory_order_acq_rel) + 1 < layout_.tensor_count()) return;
   bytes_reduced += layout_.nbytes();
+  add(seconds_reducing, std::chrono::duration<double>(reduced_at_.load() - began_at_.load()).count());
   if (topology_.size > 1) shared_[topology_.local_rank].consumed.store(step_, std::memory_order_seq_cst);
   active_.store(false, std::memory_order_release);
   if (topology_.size > 1) team_.ring_node();
@@ -376,6 +379,7 @@ void Plan::publish(int lane_number) {
   LaneState& lane = lanes_[at(lane_number)];
   reduced_[at(lane_number * topology_.local_size() + topology_.local_rank)].value.store(++lane.published,
                                                                                         std::memory_order_seq_cst);
+  if (lane.published % layout_.buckets_of_lane(lane_number).size() == 0) note_reduced(Clock::now());
   team_.ring_node();
 }
 

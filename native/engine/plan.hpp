@@ -66,6 +66,10 @@ class Plan {
   std::vector<int> missing_ranks(int tensor) const;
   std::string describe(int tensor) const;
   std::atomic<uint64_t> bytes_reduced{0};
+  // Seconds from the start of the first tensor until the last one was reduced, as far as this rank saw, summed up.
+  std::atomic<double> seconds_reducing{0};
+  // A rank that had to wait has seen the end itself; otherwise it only knows of its own slices.
+  void note_reduced(Clock::time_point now) { reduced_at_.store(now, std::memory_order_relaxed); }
 
  private:
   struct Shared;  // counters of one local rank, in the segment
@@ -124,6 +128,8 @@ class Plan {
   std::mutex mutex_;  // of the beginning of an execution
   std::atomic<bool> active_{false};
   std::atomic<uint64_t> step_{0};
+  std::atomic<Clock::time_point> began_at_{Clock::time_point()};
+  std::atomic<Clock::time_point> reduced_at_{Clock::time_point()};
   std::atomic<int> finished_{0};
   std::vector<std::byte*> data_;
   enum class State : char { idle, started, finished };

@@ -22,9 +22,9 @@ int add(Team* team) {
   return static_cast<int>(teams.size()) - 1;
 }
 
-int add(Team* team, Plan* plan) {
+int add(Team* team, Plan* plan, Pipeline* pipeline) {
   const std::unique_lock lock(mutex);
-  plans.push_back({team, plan});
+  plans.push_back({team, plan, pipeline});
   return static_cast<int>(plans.size()) - 1;
 }
 

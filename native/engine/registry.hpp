@@ -8,10 +8,11 @@ namespace keras_hpc::registry {
 struct PlanEntry {
   Team* team = nullptr;
   Plan* plan = nullptr;
+  Pipeline* pipeline = nullptr;  // null: steps are synchronous
 };
 
 int add(Team* team);
-int add(Team* team, Plan* plan);
+int add(Team* team, Plan* plan, Pipeline* pipeline = nullptr);
 // Forgets the team and its plans.
 void remove(Team* team);
 // Throw Error if there is none.

@@ -10,6 +10,7 @@
 #include <functional>
 #include <map>
 #include <numeric>
+#include <set>
 
 #include "common/error.hpp"
 #include "engine/trace.hpp"
@@ -35,12 +36,6 @@ int64_t scheduler_group() {
     std::fclose(file);
   }
   return number;
-}
-
-void add(std::atomic<double>& sum, double value) {
-  double before = sum.load(std::memory_order_relaxed);
-  while (!sum.compare_exchange_weak(before, before + value, std::memory_order_relaxed)) {
-  }
 }
 
 // Copying less than this takes less time than asking the clock what it took.
@@ -120,6 +115,11 @@ Plan& Team::make_plan(const std::string& name, const std::vector<TensorSpec>& te
   return *plans_.back();
 }
 
+Pipeline& Team::make_pipeline(Plan& plan) {
+  const std::lock_guard lock(plans_mutex_);
+  return *pipelines_.emplace_back(std::make_unique<Pipeline>(*this, plan));
+}
+
 void Team::start(Plan& plan, int tensor, void* data, double weight) {
   throw_if_failed();
   const auto begin = trace::enabled ? Clock::now() : Clock::time_point();
@@ -140,7 +140,10 @@ void Team::wait(Plan& plan, int tensor) {
   const bool quick = plan.is_reduced(tensor) && nbytes < kQuickBytes && !trace::enabled;
   const auto begin = quick ? Clock::time_point() : Clock::now();
   try {
-    if (!quick) await(plan, tensor);
+    if (!quick && !plan.is_reduced(tensor)) {
+      await(plan, tensor);
+      plan.note_reduced(Clock::now());
+    }
   } catch (const std::exception& e) {
     fail(std::current_exception(), e.what());
     throw;
@@ -268,8 +271,10 @@ bool Team::complete_async() {
   }
   // Without the lock: the framework may go on with its step, and start the next plan, inside `done`.
   for (const AsyncWait& wait : finished) {
+    wait.plan->note_reduced(Clock::now());
     for (int tensor = 0; tensor < wait.plan->layout().tensor_count(); ++tensor) wait.plan->finish(tensor);
     ++steps_;
+    add(exposed_seconds_, seconds_since(wait.begin));
     if (trace::enabled) trace::record(wait.plan->name(), "wait", number(), wait.begin);
     wait.done(wait.arg, nullptr);
   }
@@ -407,12 +412,17 @@ TeamReport Team::report() const {
   report.exposed_seconds = exposed_seconds_;
   report.progress_seconds = progress_seconds_;
   report.segment_bytes = allreduce_->segment_bytes() / at(topology().local_size());
+  std::set<std::string> algorithms;
   const std::lock_guard lock(plans_mutex_);
   for (const auto& plan : plans_) {
     report.segment_bytes += plan->segment_bytes() / at(topology().local_size());
     report.bytes += plan->bytes_reduced;
     report.plan_bytes += plan->layout().nbytes();
+    report.wire_seconds += plan->seconds_reducing;
+    for (const Algorithm algorithm : plan->algorithms()) algorithms.insert(name_of(algorithm));
   }
+  if (topology().local_size() > 1) report.algorithm = "shared memory";
+  for (const std::string& name : algorithms) report.algorithm += (report.algorithm.empty() ? "" : ", ") + name;
   return report;
 }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/allreduce_call.hpp"
+#include "engine/pipeline.hpp"
 #include "engine/plan.hpp"
 #include "transport/transport.hpp"
 
@@ -29,8 +30,10 @@ struct TeamReport {
   uint64_t bytes = 0;           // of tensors reduced by them
   uint64_t plan_bytes = 0;      // of the tensors of all plans together
   uint64_t segment_bytes = 0;   // memory of this rank's share in the segments
+  double wire_seconds = 0;      // from the start of an execution's first tensor until its last is reduced
   double exposed_seconds = 0;   // that callers spent in wait
   double progress_seconds = 0;  // spent in reducing and on the network
+  std::string algorithm;        // how
 };
 
 class Team {
@@ -49,6 +52,8 @@ class Team {
   // nodes, float32 is rounded to the 16 bits of `wire`, if given. With `in_segment` the tensors live in its memory.
   Plan& make_plan(const std::string& name, const std::vector<TensorSpec>& tensors, Op op, bool weighted,
                   std::optional<DType> wire = std::nullopt, bool in_segment = false);
+  // For a plan whose tensors live in its segment.
+  Pipeline& make_pipeline(Plan& plan);
   void start(Plan& plan, int tensor, void* data, double weight);
   void wait(Plan& plan, int tensor);
   // False if the team has no thread that could call `done`.
@@ -71,6 +76,7 @@ class Team {
   void leave();
 
   TeamReport report() const;
+  uint64_t steps() const { return steps_; }
 
  private:
   // A communication channel and the thread, if any, that serves it.
@@ -112,6 +118,7 @@ class Team {
   mutable std::mutex plans_mutex_;
   std::vector<std::unique_ptr<Plan>> plans_;
   std::atomic<size_t> plan_count_{0};
+  std::vector<std::unique_ptr<Pipeline>> pipelines_;
   std::unique_ptr<AllreduceCall> allreduce_;
   std::mutex async_mutex_;
   std::vector<AsyncWait> async_;

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// JAX's door to the engine: two XLA FFI handlers, for buffers on the host.
+// JAX's door to the engine: XLA FFI handlers, for buffers on the host.
 //
 //   khpc_jax_start(gradient, weight, active) -> gradient   in place; hands the buffer to the engine, returns at once
 //   khpc_jax_done(gradient..., active) -> gradient...      in place; complete when all of the plan's tensors are
 //   reduced
+//   khpc_jax_turn(gradient..., active) -> gradient..., updates   the same for a pipelined plan: what the first update
+//   of
+//                                                          this step applies, and how many updates there are
+//   khpc_jax_second(gradient...) -> gradient...            in place; what the second update applies
 //
 // XLA's data flow gives the order: each start runs when its gradient exists, done after all starts. When `active` is
 // false (the same on all ranks), both leave the buffers as they are.
@@ -22,6 +26,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "keras_hpc/engine.h"
 #include "xla_ffi.hpp"
@@ -85,7 +90,9 @@ Addresses& addresses = *new Addresses;
 // Tells XLA that one call of done is complete.
 class Completion {
  public:
-  Completion(const Api* api, std::string error) : api_(api), error_(std::move(error)) {
+  // `updates`, if given, gets the number of updates of the plan's step.
+  Completion(const Api* api, std::string error, int plan = 0, int32_t* updates = nullptr)
+      : api_(api), error_(std::move(error)), plan_(plan), updates_(updates) {
     CreateFuture arguments = {sizeof arguments, nullptr, nullptr};
     if (api_->create_future(&arguments)) throw std::runtime_error("XLA could not create a future.");
     future_ = arguments.future;
@@ -95,7 +102,11 @@ class Completion {
   void fail(const char* error) {
     if (error_.empty()) error_ = error;
   }
-  void finish() const {
+  void finish() {
+    if (error_.empty() && updates_ != nullptr) {
+      *updates_ = khpc_updates(plan_);
+      if (*updates_ < 0) error_ = khpc_last_error();
+    }
     if (error_.empty()) {
       SetAvailable arguments = {sizeof arguments, nullptr, future_};
       api_->set_available(&arguments);
@@ -109,6 +120,8 @@ class Completion {
   const Api* api_;
   Future* future_ = nullptr;
   std::string error_;
+  int plan_;
+  int32_t* updates_;
 };
 
 // XLA runs the rest of the program on the thread that completes a future. That must not be the communication thread,
@@ -161,9 +174,9 @@ void start(CallFrame& call) {
   check(khpc_start(plan, tensor, data, weight_of(*call.arguments.values[1])));
 }
 
-std::string moved_tensors(const CallFrame& call, int plan) {
+std::string moved_tensors(const CallFrame& call, int plan, int tensors) {
   std::string moved;
-  for (int tensor = 0; tensor < call.results.size; ++tensor) {
+  for (int tensor = 0; tensor < tensors; ++tensor) {
     if (call.results.values[tensor]->data == addresses.get(plan, tensor) || khpc_plan_nbytes(plan, tensor) == 0)
       continue;
     moved += " " + std::to_string(tensor);
@@ -173,21 +186,16 @@ std::string moved_tensors(const CallFrame& call, int plan) {
                              " while they were being reduced. Tensors:" + moved + ".";
 }
 
-void done(CallFrame& call) {
-  if (!is_true(*call.arguments.values[call.arguments.size - 1])) return;
-  const int plan = attribute(call, "plan");
-
-  // Also after an error, wait for all tensors: until then the engine writes to these buffers.
-  auto completion = std::make_unique<Completion>(call.api, moved_tensors(call, plan));
+// Lets `begin` (of the engine, asynchronous) complete the call, or, without a communication thread, `block`.
+template <class Begin, class Block>
+void complete(CallFrame& call, std::unique_ptr<Completion> completion, Begin&& begin, Block&& block) {
   Future* future = completion->future();
-  switch (khpc_wait_all_async(plan, finish_elsewhere, completion.get())) {
+  switch (begin(completion.get())) {
     case KHPC_OK:
-      completion.release();
+      static_cast<void>(completion.release());
       break;
     case KHPC_BLOCKING:
-      for (int tensor = 0; tensor < call.results.size; ++tensor) {
-        if (khpc_wait(plan, tensor) != KHPC_OK) completion->fail(khpc_last_error());
-      }
+      block(*completion);
       completion->finish();
       break;
     default:
@@ -195,6 +203,42 @@ void done(CallFrame& call) {
       completion->finish();
   }
   call.future = future;
+}
+
+void wait_for_all(CallFrame& call, int plan, int tensors, int32_t* updates) {
+  // Also after an error, wait for all tensors: until then the engine writes to these buffers.
+  auto completion = std::make_unique<Completion>(call.api, moved_tensors(call, plan, tensors), plan, updates);
+  complete(
+      call, std::move(completion), [&](Completion* c) { return khpc_wait_all_async(plan, finish_elsewhere, c); },
+      [&](Completion& c) {
+        for (int tensor = 0; tensor < tensors; ++tensor)
+          if (khpc_wait(plan, tensor) != KHPC_OK) c.fail(khpc_last_error());
+      });
+}
+
+void done(CallFrame& call) {
+  if (!is_true(*call.arguments.values[call.arguments.size - 1])) return;
+  wait_for_all(call, attribute(call, "plan"), static_cast<int>(call.results.size), nullptr);
+}
+
+void turn(CallFrame& call) {
+  const auto tensors = static_cast<int>(call.results.size) - 1;
+  auto* updates = static_cast<int32_t*>(call.results.values[tensors]->data);
+  *updates = 0;
+  if (is_true(*call.arguments.values[tensors])) wait_for_all(call, attribute(call, "plan"), tensors, updates);
+}
+
+void second(CallFrame& call) {
+  const int plan = attribute(call, "plan");
+  std::vector<void*> data;
+  for (int64_t i = 0; i < call.results.size; ++i) data.push_back(call.results.values[i]->data);
+  complete(
+      call, std::make_unique<Completion>(call.api, ""),
+      [&](Completion* c) { return khpc_second_async(plan, data.data(), finish_elsewhere, c); },
+      [&](Completion& c) {
+        for (size_t i = 0; i < data.size(); ++i)
+          if (khpc_second(plan, static_cast<int>(i), data[i]) != KHPC_OK) c.fail(khpc_last_error());
+      });
 }
 
 // Answers XLA's question for the version, or calls the handler. Exceptions end here, as an error of the program.
@@ -221,6 +265,12 @@ extern "C" KHPC_API Error* khpc_jax_start(CallFrame* frame) {
 }
 extern "C" KHPC_API Error* khpc_jax_done(CallFrame* frame) {
   return call<done>(frame);
+}
+extern "C" KHPC_API Error* khpc_jax_turn(CallFrame* frame) {
+  return call<turn>(frame);
+}
+extern "C" KHPC_API Error* khpc_jax_second(CallFrame* frame) {
+  return call<second>(frame);
 }
 
 }  // namespace keras_hpc::xla

@@ -48,6 +48,7 @@ using DeleteFunction = void(void*);
   X(DeleteShapeHandle, void(ShapeHandle*))                                                                          \
   X(ShapeInferenceContextGetInput, void(ShapeInferenceContext*, int index, ShapeHandle*, Status*))                  \
   X(ShapeInferenceContextSetOutput, void(ShapeInferenceContext*, int index, ShapeHandle*, Status*))                 \
+  X(ShapeInferenceContextScalar, ShapeHandle*(ShapeInferenceContext*))                                              \
   X(ShapeInferenceContextSetUnknownShape, void(ShapeInferenceContext*, Status*))                                    \
   X(NewKernelBuilder,                                                                                               \
     KernelBuilder*(const char* op, const char* device, CreateFunction*, ComputeFunction*, DeleteFunction*))         \

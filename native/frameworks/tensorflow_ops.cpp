@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// TensorFlow's door to the engine: three stateful operations, synchronous kernels.
+// TensorFlow's door to the engine: stateful operations, synchronous kernels.
 //
 //   KhpcStart(x, weight) -> y    hands x's buffer to the engine and returns at once
 //   KhpcWait(y) -> z             blocks until the buffer holds the reduced values
+//   KhpcUpdates() -> count       how many updates a pipelined step makes, after its waits
+//   KhpcSecond(z) -> w           the average that the second of two updates applies
 //   KhpcAllgather(x) -> rows     the rows of all ranks, in rank order
 //
 // Stateful, because TensorFlow runs stateful operations in program order, which is our order on all ranks, and never
@@ -143,6 +145,40 @@ struct Wait : TensorOfPlan {
   }
 };
 
+struct Updates {
+  static constexpr const char* name = "KhpcUpdates";
+  explicit Updates(OpKernelConstruction* node) : plan(attribute(node, "plan")) {}
+
+  void compute(OpKernelContext* context) const {
+    constexpr DataType int32 = 3;
+    const int updates = khpc_updates(plan);
+    if (updates < 0) throw std::runtime_error(khpc_last_error());
+    Outcome outcome;
+    const TensorHandle count(tf.AllocateOutput(context, 0, int32, nullptr, 0, sizeof(int32_t), outcome));
+    outcome.check();
+    *static_cast<int32_t*>(tf.TensorData(count.get())) = updates;
+  }
+
+  const int plan;
+};
+
+struct Second : TensorOfPlan {
+  static constexpr const char* name = "KhpcSecond";
+  using TensorOfPlan::TensorOfPlan;
+
+  void compute(OpKernelContext* context) const {
+    TensorHandle first = input(context, 0);
+    const std::vector<int64_t> shape = shape_of(first);
+    const DataType dtype = tf.TensorType(first.get());
+    const size_t nbytes = tf.TensorByteSize(first.get());
+    Outcome outcome;
+    const TensorHandle output(
+        tf.AllocateOutput(context, 0, dtype, shape.data(), static_cast<int>(shape.size()), nbytes, outcome));
+    outcome.check();
+    check(khpc_second(plan, tensor, tf.TensorData(output.get())));
+  }
+};
+
 struct Allgather {
   static constexpr const char* name = "KhpcAllgather";
   explicit Allgather(OpKernelConstruction* node) : team(attribute(node, "team")) {}
@@ -204,6 +240,11 @@ void same_shape(ShapeInferenceContext* context, Status* status) {
   if (tf.GetCode(status) == 0) tf.ShapeInferenceContextSetOutput(context, 0, shape.get(), status);
 }
 
+void scalar(ShapeInferenceContext* context, Status* status) {
+  const ShapePointer shape(tf.ShapeInferenceContextScalar(context));
+  tf.ShapeInferenceContextSetOutput(context, 0, shape.get(), status);
+}
+
 void unknown_shape(ShapeInferenceContext* context, Status* status) {
   tf.ShapeInferenceContextSetUnknownShape(context, status);
 }
@@ -213,7 +254,7 @@ using Specs = std::vector<const char*>;
 template <class Kernel>
 void add_operation(const Specs& inputs, const char* output, const Specs& attributes, ShapeFunction* shape) {
   OpDefinitionBuilder* operation = tf.NewOpDefinitionBuilder(Kernel::name);
-  tf.OpDefinitionBuilderAddAttr(operation, "T: {half, bfloat16, float, double, int32, int64}");
+  if (!inputs.empty()) tf.OpDefinitionBuilderAddAttr(operation, "T: {half, bfloat16, float, double, int32, int64}");
   for (const char* spec : attributes) tf.OpDefinitionBuilderAddAttr(operation, spec);
   for (const char* spec : inputs) tf.OpDefinitionBuilderAddInput(operation, spec);
   tf.OpDefinitionBuilderAddOutput(operation, output);
@@ -240,6 +281,8 @@ std::string add_operations() {
     tf.bind();
     add_operation<Start>({"x: T", "weight: double"}, "y: T", {"plan: int", "tensor: int"}, same_shape);
     add_operation<Wait>({"y: T"}, "z: T", {"plan: int", "tensor: int"}, same_shape);
+    add_operation<Updates>({}, "count: int32", {"plan: int"}, scalar);
+    add_operation<Second>({"z: T"}, "w: T", {"plan: int", "tensor: int"}, same_shape);
     add_operation<Allgather>({"x: T"}, "rows: T", {"team: int"}, unknown_shape);
     return "";
   } catch (const std::exception& error) {

@@ -33,6 +33,15 @@ KHPC_API int khpc_wait(int plan, int tensor);
 // Returns KHPC_BLOCKING, and never calls `done`, if the team has no communication thread: use khpc_wait then.
 KHPC_API int khpc_wait_all_async(int plan, void (*done)(void* arg, const char* error), void* arg);
 
+// For pipelined plans, whose steps may apply the average of the step before (see engine/pipeline.hpp). How many updates
+// the step makes that has just been waited for, 0 to 2; always 1 for others; -1 on error.
+KHPC_API int khpc_updates(int plan);
+
+// The second of two updates: blocks until its average is known, and copies it. Of every tensor, or of all at once as
+// khpc_wait_all_async does.
+KHPC_API int khpc_second(int plan, int tensor, void* data);
+KHPC_API int khpc_second_async(int plan, void* const* data, void (*done)(void* arg, const char* error), void* arg);
+
 // Number of tensors of a plan, or -1 if there is no such plan.
 KHPC_API int khpc_plan_tensors(int plan);
 
