@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from keras_hpc import runtime
 from keras_hpc.teams import Team
