@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 from collections.abc import Iterator
@@ -106,7 +107,8 @@ def init(
     threads = launch.threads_per_team(world, threads_per_team, cores, needs_thread=backend.NEEDS_THREAD)
     shares = ""
     if world.size > 1:
-        shares = share_cores(cores, world.local_size, threads * teams, backend.limit_threads)
+        limit = functools.partial(backend.limit_threads, teams=teams)
+        shares = share_cores(cores, world.local_size, threads * teams, limit)
     backend.load()
     job = Job(
         comm=world.comm,

@@ -51,6 +51,60 @@ def test_tensors_that_live_in_the_segment(nodes, threads):
     check(run(nodes, work, threads), nodes, counts, dtypes, "mean", weights, step=2)
 
 
+@pytest.mark.parametrize("threads", [0, 1])
+@pytest.mark.parametrize("nodes", [[0], [0, 0, 0], [0, 1, 1], [0, 1, 2]], ids=str)
+def test_pipelined_steps_give_each_average_once(nodes, threads):
+    counts, dtypes = [3, 0, 70_000], ["float32"] * 3
+    first, pipelined, steps = 2, 5, 10
+
+    def work(team, rank):
+        plan = team.plan("test", [(f"t{i}", "float32", n) for i, n in enumerate(counts)], "mean", True, pipelined=True)
+        plan.set_schedule(first, pipelined)
+        applied = []
+        for step in range(steps):
+            arrays = data_of(rank, counts, dtypes, step)
+            for i in (2, 0, 1):
+                plan.start(i, as_bytes(arrays[i]), 1.0 + rank)
+            for i in range(3):
+                plan.wait(i)
+            updates = plan.updates()
+            assert updates == {first: 0, first + pipelined: 2}.get(step, 1)
+            assert plan.outstanding() == (first <= step < first + pipelined or updates == 2)
+            if updates > 0:
+                applied.append(arrays)
+            if updates == 2:
+                own = [np.empty_like(x) for x in arrays]
+                for i in range(3):
+                    plan.second(i, as_bytes(own[i]))
+                applied.append(own)
+            if step == 4:
+                # A look at what is outstanding changes nothing.
+                seen = [np.empty(n, np.float32) for n in counts]
+                assert plan.take([as_bytes(x) for x in seen], True)
+        assert not plan.take([as_bytes(x) for x in seen], False)
+        assert all((a == b).all() for a, b in zip(seen, applied[4], strict=True))
+        return applied
+
+    results = run(nodes, work, threads)
+    weights = [1.0 + rank for rank in range(len(nodes))]
+    assert len(results[0]) == steps
+    for step in range(steps):
+        check([applied[step] for applied in results], nodes, counts, dtypes, "mean", weights, step)
+
+
+def test_a_pipelined_step_must_be_whole():
+    def work(team, rank):
+        plan = team.plan("test", [("a", "float32", 1), ("b", "float32", 1)], "sum", False, pipelined=True)
+        plan.start(0, as_bytes(np.zeros(1, np.float32)))
+        with pytest.raises(_native.Error, match="before all of its tensors were started"):
+            plan.wait(0)
+        ordinary = team.plan("ordinary", [("a", "float32", 1)], "sum", False)
+        with pytest.raises(_native.Error, match="not pipelined"):
+            ordinary.set_schedule(0, 1)
+
+    run([0], work)
+
+
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("nodes", [NODES["3 on 1"], NODES["3 x 1"], NODES["1 + 3"]], ids=["node", "network", "uneven"])

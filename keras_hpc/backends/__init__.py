@@ -4,7 +4,7 @@
 Every backend is one module with the same functions:
 
 - `load()`: load the native operations. Called once by `keras_hpc.init()`.
-- `limit_threads(count)`: compute with so many threads, if the framework has not started yet.
+- `limit_threads(count, teams)`: compute with so many threads, if the framework has not started yet.
 - `reduce(plan, tensors, weight=None, active=None)`: reduce the tensors of a plan over the ranks of its team.
 - `is_traced(x)`: whether `x` stands for a value that a compiled function will compute.
 - `to_numpy(x)`: the value of a tensor or variable as a NumPy array of its own.

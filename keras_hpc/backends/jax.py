@@ -46,8 +46,12 @@ def load() -> None:
             raise ImportError(f"{path} does not fit jax {jax.__version__}: {error}") from error
 
 
-def limit_threads(count: int) -> tuple[list[str], list[str]]:
+def limit_threads(count: int, teams: int = 1) -> tuple[list[str], list[str]]:
     """Limits the threads that XLA computes with, where the user has not set them. Before JAX starts its backends.
+
+    Args:
+        count: how many threads.
+        teams: not needed: XLA runs one program at a time.
 
     Returns:
         What was set, and what could not be.

@@ -36,8 +36,12 @@ def load() -> None:
     _ops = ops
 
 
-def limit_threads(count: int) -> tuple[list[str], list[str]]:
+def limit_threads(count: int, teams: int = 1) -> tuple[list[str], list[str]]:
     """Limits the threads that TensorFlow computes with, where the user has not set them. Before it starts them.
+
+    Args:
+        count: how many threads.
+        teams: models that may train at the same time, in threads of the user's.
 
     Returns:
         What was set, and what could not be.
@@ -45,8 +49,8 @@ def limit_threads(count: int) -> tuple[list[str], list[str]]:
     threading = tf.config.threading
     wanted = [
         ("TF_NUM_INTRAOP_THREADS", "intra-op threads", "intra_op_parallelism_threads", count),
-        # One thread may wait for other ranks, and with less than two, weight gradients may all come last.
-        ("TF_NUM_INTEROP_THREADS", "inter-op threads", "inter_op_parallelism_threads", max(2, count)),
+        # One thread of each team may wait for other ranks, and without another, weight gradients may all come last.
+        ("TF_NUM_INTEROP_THREADS", "inter-op threads", "inter_op_parallelism_threads", max(1 + teams, count)),
     ]
     done, failed = [], []
     for variable, name, setting, threads in wanted:

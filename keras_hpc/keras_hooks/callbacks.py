@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_hpc import runtime, teams
+from keras_hpc import report, runtime, teams
 from keras_hpc.keras_hooks import compat, losses, pipeline, scope, state
 
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
@@ -123,6 +123,7 @@ def _agreeing(original: Callable[..., Any]) -> Callable[..., Any]:
             pipeline.drain(fit.model)
         original(self, epoch, logs)
         if fit is not None:
+            report.after_step()  # JAX may have been ahead of its steps
             _agree(fit)
             if fit.model.stop_training:
                 pipeline.drain(fit.model)

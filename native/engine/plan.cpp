@@ -204,7 +204,7 @@ void Plan::finish(int tensor) {
   }
   states_[at(tensor)].store(State::finished, std::memory_order_release);
   if (finished_.fetch_add(1, std::memory_order_acq_rel) + 1 < layout_.tensor_count()) return;
-  bytes_reduced += layout_.nbytes();
+  for (int t = 0; t < layout_.tensor_count(); ++t) bytes_reduced += layout_.range(t).size();
   add(seconds_reducing, std::chrono::duration<double>(reduced_at_.load() - began_at_.load()).count());
   if (topology_.size > 1) shared_[topology_.local_rank].consumed.store(step_, std::memory_order_seq_cst);
   active_.store(false, std::memory_order_release);
