@@ -156,7 +156,7 @@ def visible_energies(rng, deposits):
 
 
 def spot_counts(energies, T, alpha):
-    """Number of equal spots, `(n, 25)`, that carry a layer's energy: few spots make a shower lumpy, as real ones are."""
+    """Number of equal spots per layer, `(n, 25)`: few spots make a shower lumpy, as real ones are."""
     total = 10.3 / FRONT_NOISE * energies**0.959
     shares = layer_shares(T * (0.813 + 0.0019 * FRONT.Z), alpha * (0.844 + 0.0026 * FRONT.Z))
     return np.maximum(1, shares * total[:, None]).astype(np.int64)
