@@ -1,5 +1,6 @@
 """Showers of examples/gan3d: their physics, the file that holds them, and the reader."""
 
+import importlib.util
 import json
 import threading
 
@@ -10,7 +11,7 @@ from launch import ROOT
 pytest.importorskip("scipy")
 h5py = pytest.importorskip("h5py")
 
-from examples.gan3d import data, gflash, showers  # noqa: E402
+from examples.gan3d import data, geant4_tables, gflash, showers  # noqa: E402
 
 # Visible share of the energy in percent, as 3DGAN fitted it to its full simulation: highest power of E / 100 GeV first.
 PUBLISHED_RATIO = [0.0018, -0.023, 0.11, -0.28, 2.21]
@@ -107,6 +108,23 @@ def test_profile_in_depth_and_containment(images, energy, cells):
     total, error = layers.sum(1), layers.sum(1).std() / np.sqrt(len(layers))
     assert total.mean() == pytest.approx(wanted.sum(), abs=4 * error)
     assert error < 0.005 * wanted.sum() * (3 if cells == 1 else 1)  # else this test could not fail
+
+
+def test_cells_hold_what_the_layers_saw(monkeypatch):
+    """Event by event: nothing is lost on the way into the cells but what leaves the window."""
+    seen, draw = [], gflash.visible_energies
+
+    def note(*args):
+        seen.append(draw(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(gflash, "visible_energies", note)
+    energies = np.full(128, 50.0)
+    images = gflash.generate(np.random.default_rng(0), energies)
+    inside, seen = images.sum((1, 2), dtype=np.float64), np.concatenate(seen)
+    assert np.all(inside < seen * (1 + 1e-5) + 1e-12)
+    wanted = expected(50, 12.5 * 5.1).sum() / expected(50, 1e6).sum()
+    assert inside.sum() / seen.sum() == pytest.approx(wanted, abs=1e-3)
 
 
 def test_response_is_near_the_published_one(images):
@@ -237,6 +255,22 @@ def test_an_interrupted_run_makes_only_what_is_missing(path, tmp_path, monkeypat
     assert not made
     with pytest.raises(ValueError, match=r"other parameters.*Received: \{'highest_energy_GeV': 100.0\}"):
         write(out, "--energies", 10, 50)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("geant4_pybind") is not None, reason="Geant4 is installed")
+def test_geant4_says_what_it_needs(tmp_path):
+    with pytest.raises(ImportError, match=r"pip install geant4-pybind xraylib.*Received: no geant4_pybind"):
+        write(tmp_path / "x.h5", "--source", "geant4")
+    assert not list(tmp_path.iterdir())
+
+
+def test_bremsstrahlung_table_radiates_as_the_radiation_length_says():
+    """An electron at high energy loses its energy E within X0: the integral of k dsigma/dk over k is E / (n X0)."""
+    fractions = (np.arange(2000) + 0.5) / 2000
+    for Z, mass, X0 in ((74, 183.84, 6.76), (14, 28.0855, 21.82)):
+        millibarn = geant4_tables.bremsstrahlung(Z, 900.0, fractions).mean() * Z**2
+        per_gram = 6.02214e23 / mass * millibarn * 1e-27
+        assert per_gram * X0 == pytest.approx(1, abs=0.04)
 
 
 @pytest.mark.parametrize("options", [["--energies", "0.1", "5"], ["--energies", "9", "5"], ["--block", "0"]])
