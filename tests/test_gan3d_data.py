@@ -17,6 +17,10 @@ from examples.gan3d import data, geant4_tables, gflash, showers  # noqa: E402
 PUBLISHED_RATIO = [0.0018, -0.023, 0.11, -0.28, 2.21]
 
 
+HAS_GEANT4 = importlib.util.find_spec("geant4_pybind") is not None
+GEANT4 = pytest.mark.skipif(not HAS_GEANT4, reason="Geant4 is not installed: pip install geant4-pybind xraylib")
+
+
 @pytest.fixture(scope="module")
 def images():
     """Showers of one energy each, drawn once: energy -> (n, 25, 25, 25)."""
@@ -255,13 +259,36 @@ def test_an_interrupted_run_makes_only_what_is_missing(path, tmp_path, monkeypat
     assert not made
     with pytest.raises(ValueError, match=r"other parameters.*Received: \{'highest_energy_GeV': 100.0\}"):
         write(out, "--energies", 10, 50)
+    out.write_text("notes")
+    with pytest.raises(ValueError, match=r"Expected a new file.* Received: no HDF5 file"):
+        write(out)
+    assert out.read_text() == "notes"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("geant4_pybind") is not None, reason="Geant4 is installed")
+@pytest.mark.skipif(HAS_GEANT4, reason="Geant4 is installed")
 def test_geant4_says_what_it_needs(tmp_path):
     with pytest.raises(ImportError, match=r"pip install geant4-pybind xraylib.*Received: no geant4_pybind"):
         write(tmp_path / "x.h5", "--source", "geant4")
     assert not list(tmp_path.iterdir())
+
+
+@GEANT4
+def test_geant4_showers_do_not_depend_on_the_order_of_blocks(run_ranks, tmp_path):
+    """In a process of its own, because Geant4 starts once per process and says so on stdout."""
+    code = (
+        "import numpy as np\nfrom examples.gan3d import geant4\n"
+        "def draw(seed): return geant4.generate(np.random.default_rng(seed), [5.0, 10.0])\n"
+        "one, two, again = draw(1), draw(2), draw(1)\n"
+        "assert np.array_equal(one, again) and not np.array_equal(one, two)\n"
+        "share = np.concatenate([one, two]).sum((1, 2, 3)) / [5, 10, 5, 10]\n"
+        "assert 0.015 < share.min() and share.max() < 0.025, share\n"
+    )
+    run_ranks(1, ["-c", code], timeout=60, mpi=False)
+    command = ["-m", "examples.gan3d.showers", "--source", "geant4", "--events", 3, "--energies", 2, 4, "--size", 13]
+    run_ranks(1, [*command, "--out", tmp_path / "g.h5"], timeout=60, mpi=False)
+    with h5py.File(tmp_path / "g.h5") as file:
+        assert "tables" in file.attrs["label"]
+        assert "11.4" in file.attrs["parameters"]
 
 
 def test_bremsstrahlung_table_radiates_as_the_radiation_length_says():

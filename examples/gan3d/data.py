@@ -51,6 +51,12 @@ class Showers:
     Raises:
         ValueError: files without showers of one common shape, or fewer events than ranks (with `drop_last`, than
             ranks times `batch_size`).
+
+    Example:
+        reader = Showers("showers.h5", batch_size=64, rank=keras_hpc.rank(), size=keras_hpc.size())
+        for epoch in range(30):
+            for images, energies, sums in reader.epoch(epoch):
+                ...
     """
 
     def __init__(

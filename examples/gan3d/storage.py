@@ -54,6 +54,8 @@ class Blocks:
             ValueError: the file or its folder of blocks was made with other parameters.
         """
         if self.out.exists():
+            if not h5py.is_hdf5(self.out):
+                raise ValueError(f"{self.out} exists. Expected a new file, or one of showers. Received: no HDF5 file")
             with h5py.File(self.out) as file:
                 self._compare(self.out, {k: v.item() if hasattr(v, "item") else v for k, v in file.attrs.items()})
             shutil.rmtree(self.folder, ignore_errors=True)  # a run that was killed while it tidied up
@@ -108,7 +110,7 @@ class Blocks:
                 for number in range(self.count):
                     self._copy(number, file)
 
-        _replace(self.out, fill)
+        _replace(self.out, fill, self.folder)
         shutil.rmtree(self.folder)
 
     def _copy(self, number, file):
@@ -134,9 +136,9 @@ def _create(file, events, size):
         file[name].attrs["description"] = text
 
 
-def _replace(path, write):
-    """Let `write` make a file beside `path`, then put it in place at once."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+def _replace(path, write, folder=None):
+    """Let `write` make a file in `folder` (that of `path`, if `None`), then put it in place at once."""
+    temporary = (folder or path.parent) / f".{path.name}.{os.getpid()}"
     try:
         write(temporary)
         os.replace(temporary, path)
