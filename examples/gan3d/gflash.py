@@ -6,8 +6,10 @@ calorimeters", hep-ex/0001020. Depths t are in radiation lengths X0, radii in Mo
 A shower deposits dE(t, r) = E f(t) f(r): f(t) is a gamma distribution whose maximum T and shape alpha fluctuate from
 shower to shower, f(r) a narrow core and a wide tail.
 
-Known difference to a full simulation: these showers are narrower, because silicon also sees a soft halo that the
-parametrisation leaves out (90% of the visible energy within about 18 mm at 10 GeV, against 27 mm in Geant4).
+Known differences to a full simulation of the same layers (reference/geant4_25.json, 10 to 100 GeV): these showers are
+narrower, with 58% of the visible energy in the central row of cells against 50%, because silicon also sees a soft halo
+that the parametrisation leaves out; and silicon sees 16% more energy. Profiles in depth agree within 7%, the numbers of
+hit cells within 1%. Nothing was tuned.
 """
 
 from dataclasses import asdict, dataclass
