@@ -210,8 +210,11 @@ def mean_profiles(module, energy, events, size, seed, block=500, comm=None, key=
     for axis in "xyz":
         result[axis] = stack[axis].mean(0)
         result[f"{axis}_std"] = stack[axis].std(0)
-    return {k: v if k == "events" else [float(f"{x:.6g}") for x in v] if np.ndim(v) else float(f"{v:.6g}")
-            for k, v in result.items()}  # fmt: skip
+    return {name: value if name == "events" else _six_digits(value) for name, value in result.items()}
+
+
+def _six_digits(value):
+    return [_six_digits(x) for x in value] if np.ndim(value) else float(f"{value:.6g}")
 
 
 def write_profiles(args, comm=None):
