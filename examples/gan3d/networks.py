@@ -166,6 +166,29 @@ def generate(generator, rng, energies, batch_size=64):
     return np.concatenate(parts)[..., 0] * np.float32(CELL_UNIT_GEV)
 
 
+def judge(discriminator, images, energies, batch_size=64):
+    """Asks the discriminator about showers.
+
+    Args:
+        discriminator: a trained discriminator.
+        images: (n, size, size, size), GeV.
+        energies: (n,), theirs, GeV.
+        batch_size: showers at a time.
+
+    Returns:
+        a dictionary of arrays (n,): "real", the probability that a shower is real, and "energy ratio", the energy that
+        the discriminator measures / the true one.
+    """
+    found = [
+        discriminator.predict_on_batch(images[begin : begin + batch_size, ..., None] / np.float32(CELL_UNIT_GEV))
+        for begin in range(0, len(images), batch_size)
+    ]
+    real, energy = (
+        np.concatenate([keras.ops.convert_to_numpy(part[head])[:, 0] for part in found]) for head in HEADS[:2]
+    )
+    return {"real": real, "energy ratio": energy * ENERGY_UNIT_GEV / energies}
+
+
 @keras.saving.register_keras_serializable(package="gan3d")
 class CellSum(keras.layers.Layer):
     """The sum of all cells: (batch, x, y, z, 1) to (batch, 1)."""
