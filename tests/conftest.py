@@ -5,7 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch import Run, child_environment, launch
+from launch import ROOT, Run, child_environment, launch
+
+# For `import examples`; last, so that an installed keras_hpc goes before the source folder.
+sys.path.append(str(ROOT))
 
 RunRanks = Callable[..., Run]
 
