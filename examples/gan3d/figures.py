@@ -137,7 +137,7 @@ def correlations(reference, generated, path, title):
         for s in (reference, generated)
     )
     names = [*metrics.observables(reference.images[:1], reference.energies[:1]), "energy"]
-    figure, panels = plt.subplots(1, 3, figsize=(15, 6), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, 3, figsize=(15, 7), sharey=True, layout="constrained")
     for panel, matrix, text in zip(panels, (a, b, b - a), (REFERENCE, GENERATED, "difference"), strict=True):
         drawn = panel.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu_r")
         panel.set_title(text)
@@ -150,33 +150,27 @@ def correlations(reference, generated, path, title):
 
 
 def displays(reference, generated, path, title, count=3):
-    """Single showers seen from three sides, Monte Carlo above the generated one of the same energy."""
+    """Single showers seen from three sides: Monte Carlo left, right the generated ones of the same energies."""
     # From the lowest to the highest energy; any shower will do.
     rows = np.argsort(reference.energies)[np.linspace(0, len(reference.energies) - 1, count + 2).astype(int)[1:-1]]
     views = (("x", "y", 2), ("x", "layer", 1), ("y", "layer", 0))
-    figure, panels = plt.subplots(
-        2 * count, 3, figsize=(10, 5.5 * count), layout="constrained", squeeze=False, gridspec_kw={"hspace": 0.05}
-    )
+    figure, panels = plt.subplots(count, 6, figsize=(17, 2.9 * count), layout="constrained", squeeze=False)
     table = {name: [] for name in ("event", "energy_gev", "source", "view", "i", "j", "gev")}
     for event, row in enumerate(rows):
         highest = max(float(s.images[row].sum(axis=2).max()) for s in (reference, generated)) or 1.0
         norm = mpl.colors.LogNorm(1e-4 * highest, highest)
-        for line, (label, key, sample) in enumerate(((REFERENCE, "mc", reference), (GENERATED, "gan", generated))):
+        for first, (label, key, sample) in ((0, (REFERENCE, "mc", reference)), (3, (GENERATED, "gan", generated))):
             for column, (i_name, j_name, axis) in enumerate(views):
                 plane = sample.images[row].sum(axis=axis)
-                panel = panels[2 * event + line, column]
+                panel = panels[event, first + column]
                 drawn = panel.imshow(np.maximum(plane.T, 1e-4 * highest), origin="lower", norm=norm, cmap="viridis")
                 panel.set(xlabel=i_name, ylabel=j_name, title=f"{label}, {sample.energies[row]:.0f} GeV")
                 i, j = np.nonzero(plane)
-                size = len(i)
-                table["event"] += [event] * size
-                table["energy_gev"] += [float(sample.energies[row])] * size
-                table["source"] += [key] * size
-                table["view"] += [f"{i_name}-{j_name}"] * size
-                table["i"] += i.tolist()
-                table["j"] += j.tolist()
-                table["gev"] += plane[i, j].tolist()
-        figure.colorbar(drawn, ax=panels[2 * event : 2 * event + 2], shrink=0.7, label="GeV")
+                constant = ([event], [float(sample.energies[row])], [key], [f"{i_name}-{j_name}"])
+                added = (*(value * len(i) for value in constant), i, j, plane[i, j])
+                for values, more in zip(table.values(), added, strict=True):
+                    values.extend(more)
+        figure.colorbar(drawn, ax=panels[event], label="GeV")
     _finish(figure, path, title, table)
 
 

@@ -136,8 +136,8 @@ def observables(images, energies):
         "sum / energy": sums(images) / energies,
         "hits": hits(images).astype("float64"),
         "maximum layer": layers.argmax(axis=1).astype("float64"),
-        "share of the first third": thirds[0].sum(axis=1) / total,
-        "share of the last third": thirds[2].sum(axis=1) / total,
+        "first third of layers": thirds[0].sum(axis=1) / total,
+        "last third of layers": thirds[2].sum(axis=1) / total,
     }
 
 

@@ -22,6 +22,7 @@ from examples.gan3d import checkpoint, networks
 FLIPPED_LABELS = 0.05  # of the discriminator's labels are wrong on purpose, so that it does not become too sure
 NOTHING_BELOW_GEV = 1e-6
 FIT_EVENTS = 4000
+TEST_SHARE = 0.1  # of a file, at its end, is not trained on
 COLUMNS = ["epoch", "step", *(f"{who}_{what}" for who in "dg" for what in ("loss", *networks.HEADS))]
 
 
@@ -49,8 +50,13 @@ def arguments(argv=None):
     return parser.parse_args(argv)
 
 
+def training_events(count):
+    """Returns how many of a file's showers, from its beginning, are for training."""
+    return count - round(TEST_SHARE * count)
+
+
 def load(path, rank, size):
-    """Reads a rank's part of the showers, the same number for each rank.
+    """Reads a rank's part of the showers for training, the same number for each rank.
 
     Args:
         path: HDF5 file with "ECAL" (n, s, s, s), cell energies in GeV, and "target" (n, 2), of which the second column
@@ -65,7 +71,7 @@ def load(path, rank, size):
         ValueError: a shower without energy, which has no relative error.
     """
     with h5py.File(path) as file:
-        part = len(file["ECAL"]) // size
+        part = training_events(len(file["ECAL"])) // size
         return scaled(file, rank * part, (rank + 1) * part)
 
 
@@ -88,7 +94,7 @@ def response_of(path):
         a function from energies (n,), units of 100 GeV, to sums (n,), units of 10 MeV; the lowest and highest energy.
     """
     with h5py.File(path) as file:
-        images, energies = scaled(file, 0, FIT_EVENTS)
+        images, energies = scaled(file, 0, min(FIT_EVENTS, training_events(len(file["ECAL"]))))
     degree = min(4, len(np.unique(energies)) - 1)
     ratio = np.polynomial.Polynomial.fit(energies, images.sum(axis=(1, 2, 3, 4)) / energies, degree)
     return (lambda y: ratio(y) * y), float(energies.min()), float(energies.max())

@@ -31,7 +31,13 @@ def arguments(argv=None):
     parser.add_argument("--generator", type=Path, required=True, help="its weights, as train.py saves them")
     parser.add_argument("--discriminator", type=Path, help="its weights, to show what it says")
     parser.add_argument("--losses", type=Path, help="losses.csv of the training, to show it")
-    parser.add_argument("--data", type=Path, required=True, help="HDF5 file with ECAL and target, not trained on")
+    parser.add_argument("--data", type=Path, required=True, help="HDF5 file with ECAL and target")
+    parser.add_argument(
+        "--part",
+        choices=["test", "all"],
+        default="test",
+        help="test: its last tenth, which train.py does not use; all: of a file that was not trained on",
+    )
     parser.add_argument("--events", type=int, default=2000, help="showers to read (default: 2000)")
     parser.add_argument("--bins", type=float, nargs="+", help="centers of energy bins, GeV")
     parser.add_argument("--half-width", type=float, default=5.0, help="of energy bins, GeV (default: 5)")
@@ -190,11 +196,12 @@ def main(argv=None):
     args = arguments(argv)
     import h5py
 
-    from examples.gan3d import networks
+    from examples.gan3d import networks, train
 
     with h5py.File(args.data) as file:
-        images = file["ECAL"][: args.events].astype("float32")
-        energies = file["target"][: args.events, 1].astype("float64")
+        begin = train.training_events(len(file["ECAL"])) if args.part == "test" else 0
+        images = file["ECAL"][begin : begin + args.events].astype("float32")
+        energies = file["target"][begin : begin + args.events, 1].astype("float64")
     preset = next((p.name for p in networks.PRESETS.values() if p.shape[:3] == images.shape[1:]), None)
     if preset is None:
         raise SystemExit(f"No preset is for images of {images.shape[1:]}, as in {args.data}.")
