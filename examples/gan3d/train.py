@@ -4,7 +4,7 @@
 python -m examples.gan3d.train --data showers.h5 --out results/gan3d
 mpiexec -n 2 python -m examples.gan3d.train --data showers.h5 --out results/gan3d
 
-DIR then holds checkpoint.npz, generator.weights.h5, discriminator.weights.h5 and losses.csv.
+The folder of --out then holds checkpoint.npz, generator.weights.h5, discriminator.weights.h5 and losses.csv.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def arguments(argv=None):
             f"--schedule-{team}",
             choices=["synchronous", "pipelined"],
             default="synchronous",
-            help=f"pipelined: the {name} takes gradients an update late, and never waits for them",
+            help=f"pipelined: the {name} takes gradients an update late, so that their way to it costs no time",
         )
     parser.add_argument(
         "--synchronous-epochs", type=int, default=1, help="so many before a pipelined schedule begins (default: 1)"
@@ -209,7 +209,7 @@ def main(argv=None):
     if steps < 1:
         raise SystemExit(f"{len(images)} showers for each rank are less than a batch of {batch}: --batch-size.")
 
-    facts = {"preset": args.preset, "seed": args.seed, "batch_size": batch, "ranks": size}
+    facts = {"preset": args.preset, "seed": args.seed, "batch_size": batch, "ranks": size, "rate": args.learning_rate}
     first_epoch = 0
     if args.resume:
         saved = checkpoint.facts(args.out)
