@@ -33,7 +33,7 @@ from keras_hpc.runtime import (
     rank,
     size,
 )
-from keras_hpc.teams import assign_team, configure_team
+from keras_hpc.teams import assign_team, configure_team, drain
 
 __version__ = "0.1.0"
 
@@ -53,6 +53,7 @@ __all__ = [
     "callbacks",
     "check_replicas",
     "configure_team",
+    "drain",
     "empty",
     "finalize",
     "init",

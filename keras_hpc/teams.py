@@ -370,6 +370,19 @@ def configure_team(
     job().delayed = any(t.schedule.pipelined for t in job().teams)
 
 
+def drain(model: Any) -> None:
+    """Applies the averages that pipelined teams still hold back from a model's variables. Collective.
+
+    `fit`, `evaluate` and `predict` do so themselves. For loops around `train_on_batch`: before they keep the state of a
+    training, and at their end.
+    """
+    from keras_hpc.keras_hooks import pipeline
+    from keras_hpc.runtime import job
+
+    job()
+    pipeline.drain(model)
+
+
 def check_wire(wire_dtype: Any) -> None:
     """Raises ValueError unless it is None or a dtype of 16 bits."""
     if wire_dtype not in (None, "float16", "bfloat16"):

@@ -148,8 +148,8 @@ class Gan:
 
     def settle(self):
         """Lets pipelined teams apply what is outstanding. Collective."""
-        self.discriminator.predict(np.zeros((1, *self.discriminator.input_shape[1:]), "float32"), verbose=0)
-        self.combined.predict(np.zeros((1, networks.LATENT), "float32"), verbose=0)
+        for model in self.models:
+            keras_hpc.drain(model)
 
     def _energies(self, rng, count):
         return rng.uniform(self.low, self.high, count)

@@ -166,6 +166,9 @@ def test_drained_before_evaluate_and_predict():
             np.testing.assert_allclose(loss, (error**2).mean(), rtol=1e-5)
             check(model, reference)
     reference.drain()
+    keras_hpc.drain(model)
+    check(model, reference)
+    keras_hpc.drain(model)  # nothing is left
     np.testing.assert_allclose(model.predict(X, verbose=0), X @ reference.w + reference.b, rtol=1e-4, atol=1e-5)
     check(model, reference)
 
