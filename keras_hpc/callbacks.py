@@ -8,15 +8,15 @@ from typing import Any
 
 import keras
 
-from keras_hpc import collectives, report, runtime
+from keras_hpc import collectives, report, runtime, teams
 
 
 class CommunicationReport(keras.callbacks.Callback):  # type: ignore[misc]
     """Puts what the reductions of each epoch cost into `logs`, so into the history, CSV files and TensorBoard.
 
-    For every team that trained: `communication/team0_ms`, time of the reductions of a step; `..._exposed_ms`, how much
-    of it the step waited; `..._hidden`, the share that it did not; `..._mb`, megabytes a step; `..._gb_per_s`. Means
-    over the ranks. Put it before callbacks that write logs. Collective: every rank needs it.
+    For the model's team, say team 0: `communication/team0_ms`, time of the reductions of a step; `..._exposed_ms`, how
+    much of it the step waited; `..._hidden`, the share that it did not; `..._mb`, megabytes a step; `..._gb_per_s`.
+    Means over the ranks. Put it before callbacks that write logs. Collective: every rank needs it.
 
     Example:
     ```python
@@ -26,15 +26,14 @@ class CommunicationReport(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins to count."""
-        teams = runtime.job().teams if runtime.is_initialized() else []
-        self._meters = {team.index: report.Meter(team) for team in teams}
+        self._team = teams.team_of(self.model) if runtime.is_initialized() else None
+        self._meter = None if self._team is None else report.Meter(self._team)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Adds the figures of the epoch to `logs`."""
-        figures = {index: meter.read() for index, meter in self._meters.items()}
-        own = {name: value for i, read in figures.items() if read.bytes > 0 for name, value in read.logs(i).items()}
-        if logs is not None and own:
-            logs.update(collectives.average(own))
+        if logs is not None and self._team is not None and self._meter is not None:
+            own = self._meter.read().logs(self._team.index)
+            logs.update(collectives.average(own, team=self._team.index))
 
 
 class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc]

@@ -82,14 +82,14 @@ _meters: dict[int, tuple[Meter, int]] = {}  # of each team that reports, and its
 
 
 def after_step() -> None:
-    """Prints what teams with `report_every` have done since their last report. On rank 0."""
+    """Prints what teams with `report_every` have done since their last report. On each team's first rank."""
     for team in runtime.job().teams:
         if team.report_every is None or team.rank != 0:
             continue
         meter, last = _meters.setdefault(team.index, (Meter(team), 0))
         steps: int = team.native.steps()
         if steps - last >= team.report_every:
-            runtime.notice(f"team {team.index}, steps {last + 1} to {steps}: {meter.read()}")
+            runtime.show(f"team {team.index}, steps {last + 1} to {steps}: {meter.read()}")
             _meters[team.index] = (meter, steps)
 
 

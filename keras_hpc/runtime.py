@@ -234,8 +234,13 @@ def is_local() -> bool:
 def notice(text: str) -> None:
     """Tells the user one line, once: rank 0 logs it as information."""
     if _job is None or _job.rank == 0:
-        _show_notices()
-        _log.info(text)
+        show(text)
+
+
+def show(text: str) -> None:
+    """Tells the user one line, from this rank."""
+    _show_notices()
+    _log.info(text)
 
 
 def _show_notices() -> None:

@@ -139,6 +139,8 @@ class Team:
         size: number of ranks.
         ranks: the ranks of the job that belong to it.
         node_count: number of nodes.
+        options: what it was made with: `threads`, `timeout_seconds`, `stall_seconds`.
+        comm: the communicator of a team of some of the ranks, else None.
         wire_dtype: "float16" or "bfloat16" if gradients of float32 are rounded to it on their way between nodes.
         schedule: when it applies which gradients.
         report_every: steps after which rank 0 prints what reductions cost; None: never.
@@ -153,6 +155,8 @@ class Team:
         self.size: int = native.size
         self.node_count: int = native.node_count
         self.ranks = tuple(ranks)
+        self.options: dict[str, Any] = {}
+        self.comm: Any = None
         self.wire_dtype: str | None = None
         self.schedule = Schedule()
         self.report_every: int | None = None
@@ -256,6 +260,28 @@ class Team:
             selection.keep(self, self.selection_key)
         self._plans.clear()
         self.native.close()
+        if self.comm is not None:
+            self.comm.Free()
+
+
+class _Elsewhere(Team):
+    """A team that this rank does not belong to: using it is an error here."""
+
+    def __init__(self, index: int, rank: int, ranks: Sequence[int]) -> None:
+        self.index, self.rank, self.ranks = index, -1, tuple(ranks)
+        self.schedule, self.report_every, self._rank = Schedule(), None, rank
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(
+            f"Only the ranks of team {self.index} can use it, and the models assigned to it. Expected one of the ranks "
+            f"{', '.join(map(str, self.ranks))}. Received: rank {self._rank}"
+        )
+
+    def leave(self) -> None:
+        """Does nothing: this rank takes no part."""
+
+    def close(self) -> None:
+        """Does nothing: this rank holds nothing."""
 
 
 def make_team(
@@ -276,6 +302,7 @@ def make_team(
     """
     native = _native.Team(world.transport(), index, threads, timeout_seconds, stall_seconds, waiting)
     team = Team(index, native, range(world.size))
+    team.options = {"threads": threads, "timeout_seconds": timeout_seconds, "stall_seconds": stall_seconds}
     if world.size > 1:
         team.selection_key = selection.key_of(world)
         selection.restore(team, team.selection_key)
@@ -313,6 +340,7 @@ def configure_team(
     max_steps: int | None = None,
     wire_dtype: Literal["float32", "float16", "bfloat16"] | None = None,
     report_every: int | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> None:
     """Says how a team reduces gradients. Call it before the first step of its models. Collective on the team.
 
@@ -333,6 +361,9 @@ def configure_team(
         wire_dtype: gradients of float32 are rounded to it on their way between nodes. None: as `init` was told.
         report_every: after so many steps rank 0 prints what the team's reductions cost: bytes, time, how much of it
             steps waited, and how they went. None: never.
+        ranks: the ranks of the job that belong to the team, in ascending order: its models are broadcast, reduced and
+            shared out among them alone, and no other rank may use them. Collective on all ranks of the job then. Not
+            for team 0, which always has all of them. None: as they are.
 
     Raises:
         ValueError: an argument is not as described.
@@ -363,11 +394,48 @@ def configure_team(
             "first step."
         )
     chosen = Schedule(schedule, synchronous_steps, cooldown_steps, max_steps)
+    if ranks is not None:
+        members = _restrict(team, ranks)
+    if isinstance(members, _Elsewhere):
+        return
     members.agree("The arguments of keras_hpc.configure_team", [f"{chosen}, wire_dtype={wire_dtype}"])
     members.schedule, members.report_every = chosen, report_every
     if wire_dtype is not None:
         members.wire_dtype = None if wire_dtype == "float32" else wire_dtype
     job().delayed = any(t.schedule.pipelined for t in job().teams)
+
+
+def _restrict(index: int, ranks: Sequence[int]) -> Team:
+    """Makes a team anew, of some ranks. Collective on all ranks of the job."""
+    from mpi4py import MPI
+
+    from keras_hpc import launch
+    from keras_hpc.runtime import job
+
+    this = job()
+    chosen = [int(rank) for rank in ranks]
+    if index == 0 or not chosen or chosen != sorted(set(chosen)) or not 0 <= chosen[0] <= chosen[-1] < this.size:
+        raise ValueError(
+            "`ranks` are the ranks of a team other than team 0, which has all. Expected different numbers from 0 to "
+            f"{this.size - 1}, ascending. Received: team={index}, ranks={ranks!r}"
+        )
+    this.teams[0].agree("The arguments of keras_hpc.configure_team", [f"team={index}, ranks={chosen}"])
+    if this.size == 1:
+        return this.teams[index]
+    options = this.teams[0].options
+    this.teams[index].close()
+    comm = this.comm.Split(0 if this.rank in chosen else MPI.UNDEFINED, this.rank)
+    team: Team
+    if this.rank in chosen:
+        nodes = [this.node_of_rank[rank] for rank in chosen]
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+        world = launch.World(comm, comm.rank, comm.size, [numbers[node] for node in nodes])
+        team = make_team(world, index, **options)
+        team.ranks, team.comm = tuple(chosen), comm
+    else:
+        team = _Elsewhere(index, this.rank, chosen)
+    this.teams[index] = team
+    return team
 
 
 def drain(model: Any) -> None:

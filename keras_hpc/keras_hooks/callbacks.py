@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_hpc import report, runtime, teams
+from keras_hpc import report, teams
 from keras_hpc.keras_hooks import compat, losses, pipeline, scope, state
 
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
@@ -23,9 +23,12 @@ def install(job: Any, patcher: Any) -> None:
     patcher.patch(keras.callbacks.CallbackList, "on_train_batch_end", _agreeing_if_needed)
 
 
-def only_mine(arguments: dict[str, Any]) -> None:
-    """Removes what only rank 0 does, printing and writing files, from arguments of `fit`, `evaluate` or `predict`."""
-    if runtime.job().rank == 0:
+def only_mine(model: Any, arguments: dict[str, Any]) -> None:
+    """Removes what only one rank does, printing and writing files, from arguments of `fit`, `evaluate` or `predict`.
+
+    That rank is the first of the model's team.
+    """
+    if teams.team_of(model).rank == 0:
         return
     arguments["verbose"] = 0
     callbacks = arguments.get("callbacks")

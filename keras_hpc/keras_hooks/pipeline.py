@@ -46,6 +46,12 @@ def install(job: Any, patcher: Any) -> None:
 
 def forget() -> None:
     """Forgets every optimizer."""
+    late = sum(line.plan.outstanding() for lines in _lines.values() for line in lines)
+    if late:
+        runtime.notice(
+            f"{late} average{'s' * (late > 1)} of pipelined teams not applied: in loops around train_on_batch, call "
+            "keras_hpc.drain(model) at the end"
+        )
     _lines.clear()
     _windows.clear()
 

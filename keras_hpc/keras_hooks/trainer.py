@@ -53,7 +53,7 @@ def _fitting(original: Method) -> Method:
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         saves = callbacks.saves(bound.arguments)
-        callbacks.only_mine(bound.arguments)
+        callbacks.only_mine(self, bound.arguments)
         first = bound.arguments.get("initial_epoch", 0)
         with scope.running_fit(scope.Fit(self, saves=saves, initial_epoch=first)):
             result = original(*bound.args, **bound.kwargs)
@@ -71,7 +71,7 @@ def _quiet(original: Method) -> Method:
         if not scope.active():
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
-        callbacks.only_mine(bound.arguments)
+        callbacks.only_mine(self, bound.arguments)
         if not state.was_made_equal(self) and scope.fit() is None and callbacks.is_built(self):
             state.synchronize(self)
         pipeline.drain(self)

@@ -305,6 +305,17 @@ def own_loop_jax(model, optimizer):
         variable.assign(value)
 
 
+def test_what_is_never_applied_is_said(caplog):
+    keras_hpc.configure_team(PIPELINED, schedule="pipelined")
+    model = linear()
+    model.train_on_batch(part(X, 0, False, BATCH), part(Y, 0, False, BATCH))
+    rank = keras_hpc.rank()
+    with caplog.at_level("INFO", "keras_hpc"):
+        keras_hpc.finalize()
+    told = any("1 average of pipelined teams not applied" in record.getMessage() for record in caplog.records)
+    assert told == (rank == 0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -47,12 +47,12 @@ def sharded(
         if steps:
             batch_size = batch_size or -(-samples // steps)
             samples = min(samples, steps * batch_size)
-        start, stop = Place(job.rank, job.size).part(samples)
+        team = team_of(self)
+        start, stop = Place(team.rank, team.size).part(samples)
         # A rank without rows takes the first one, to know what outputs look like, and keeps none of it.
         taken = slice(start, max(stop, start + 1)) if start < samples else slice(0, 1)
         columns = array_slicing.convert_to_sliceable(x)
         outputs = here(tree.map_structure(lambda c: None if c is None else c[taken], columns), batch_size, None)
-        team = team_of(self)
         if not _can_gather(team, outputs, taken.stop - taken.start):
             return here(x, batch_size, steps)
         return tree.map_structure(lambda a: team.allgather(np.ascontiguousarray(a[: stop - start])), outputs)

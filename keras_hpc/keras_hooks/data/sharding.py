@@ -24,7 +24,7 @@ def adapter_for(job: Job, team: Team, arguments: dict[str, Any], announce: bool 
 
     Args:
         job: the running job.
-        team: the team over which ranks agree.
+        team: the team whose ranks share the data.
         arguments: those of Keras' `EpochIterator`.
         announce: whether rank 0 says what was decided.
 
@@ -35,7 +35,7 @@ def adapter_for(job: Job, team: Team, arguments: dict[str, Any], announce: bool 
     Raises:
         ValueError: on every rank, if the data cannot be shared out, or differ between ranks.
     """
-    place = Place(job.rank, job.size, job.batch)
+    place = Place(team.rank, team.size, job.batch)
     # Ranks whose data are refused must not leave the others waiting: they tell them why.
     try:
         adapter = _open(place, arguments)
@@ -53,9 +53,9 @@ def adapter_for(job: Job, team: Team, arguments: dict[str, Any], announce: bool 
     _raise_if_different(everyone)
     if adapter.shuffle:
         adapter.seed = everyone[0]["seed"]
-    _warn(job, adapter, [other["content"] for other in everyone])
-    if announce and job.size > 1:
-        runtime.notice(f"{adapter.summary}; {job.size} ranks.")
+    _warn(team, adapter, [other["content"] for other in everyone])
+    if announce and team.size > 1 and team.rank == 0:
+        runtime.show(f"{adapter.summary}; {team.size} ranks.")
     return adapter
 
 
@@ -122,12 +122,12 @@ def _raise_if_different(everyone: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def _warn(job: Job, adapter: Any, contents: list[int]) -> None:
-    """Says on rank 0 what looks wrong but may be meant."""
+def _warn(team: Team, adapter: Any, contents: list[int]) -> None:
+    """Says on the team's first rank what looks wrong but may be meant."""
     logger = logging.getLogger("keras_hpc")
-    if job.rank == 0 and any(content != contents[0] for content in contents):
+    if team.rank == 0 and any(content != contents[0] for content in contents):
         logger.warning("The ranks' arrays have the same shapes but different contents. %s", _HINT)
-    if job.rank == 0 and getattr(adapter, "unseeded", False):
+    if team.rank == 0 and getattr(adapter, "unseeded", False):
         logger.warning(
             "A tf.data.Dataset that is shared out shuffles without a seed: each rank has its own order, so samples are "
             "repeated and left out. Give `shuffle` a seed, or call keras.utils.set_random_seed before it."
