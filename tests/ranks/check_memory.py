@@ -7,7 +7,7 @@ import pytest
 
 import keras_hpc
 
-RANKS = {"tensorflow": (2,), "jax": (2,)}
+RANKS = {"jax": (2,)}
 
 
 @pytest.fixture(scope="module", autouse=True)
