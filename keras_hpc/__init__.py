@@ -13,6 +13,7 @@ if _util.find_spec("keras_hpc._native") is None:
     )
 
 from keras_hpc.collectives import allgather, allreduce, average, barrier, broadcast, check_replicas, empty
+from keras_hpc.configuration import configure_team, drain
 from keras_hpc.errors import (
     CommunicationError,
     CommunicationTimeoutError,
@@ -33,7 +34,7 @@ from keras_hpc.runtime import (
     rank,
     size,
 )
-from keras_hpc.teams import assign_team, configure_team, drain
+from keras_hpc.teams import assign_team
 
 __version__ = "0.1.0"
 

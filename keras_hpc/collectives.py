@@ -12,8 +12,8 @@ import numpy as np
 
 from keras_hpc import backends
 from keras_hpc.errors import ReplicaMismatchError
-from keras_hpc.runtime import job
-from keras_hpc.teams import Team, TensorSpec
+from keras_hpc.plans import TensorSpec
+from keras_hpc.teams import team_number
 
 _OPS = ("mean", "sum", "min", "max")
 
@@ -35,7 +35,7 @@ def empty(shape: int | tuple[int, ...], dtype: Any = "float32", team: int = 0) -
     """
     shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
     kind = np.dtype(dtype)
-    members = _team(team)
+    members = team_number(team)
     members.agree("The shapes and dtypes for keras_hpc.empty", [f"{shape} {kind}"])
     count = math.prod(shape)
     if count == 0:
@@ -66,7 +66,7 @@ def allreduce(x: Any, op: str = "mean", team: int = 0, out: np.ndarray | None = 
     """
     if op not in _OPS:
         raise ValueError(f"`op` is the operation. Expected one of {', '.join(_OPS)}. Received: op={op!r}")
-    members = _team(team)
+    members = team_number(team)
     backend = backends.current()
     if backend.is_traced(x):
         dtype = np.dtype(x.dtype.name if hasattr(x.dtype, "name") else x.dtype).name
@@ -100,7 +100,7 @@ def broadcast(x: Any, root: int = 0, team: int = 0) -> Any:
     Returns:
         The root's value, of the kind of `x`. For things with variables: `x`.
     """
-    members = _team(team)
+    members = team_number(team)
     if not isinstance(root, int) or not 0 <= root < members.size:
         raise ValueError(f"`root` is a rank. Expected a number from 0 to {members.size - 1}. Received: root={root!r}")
     variables = _variables(x)
@@ -125,7 +125,7 @@ def allgather(x: Any, team: int = 0) -> np.ndarray:
     array = _array(x)
     if array.ndim == 0:
         raise ValueError(f"`x` is concatenated along axis 0. Expected at least one axis. Received: x={x!r}")
-    return _team(team).allgather(array)
+    return team_number(team).allgather(array)
 
 
 def average(logs: Mapping[str, float], team: int = 0) -> dict[str, float]:
@@ -134,7 +134,7 @@ def average(logs: Mapping[str, float], team: int = 0) -> dict[str, float]:
     Raises:
         PlanMismatchError: ranks have different keys.
     """
-    members = _team(team)
+    members = team_number(team)
     keys = sorted(logs)
     members.agree("The keys given to keras_hpc.average()", keys)
     values = np.array([float(logs[key]) for key in keys], dtype=np.float64)
@@ -146,7 +146,7 @@ def average(logs: Mapping[str, float], team: int = 0) -> dict[str, float]:
 
 def barrier(team: int = 0) -> None:
     """Waits until all ranks of the team are here. Collective."""
-    _team(team).barrier()
+    team_number(team).barrier()
 
 
 def check_replicas(model: Any, team: int = 0) -> None:
@@ -160,7 +160,7 @@ def check_replicas(model: Any, team: int = 0) -> None:
     """
     from keras_hpc.keras_hooks import state
 
-    members = _team(team)
+    members = team_number(team)
     variables = state.replicated_variables(model)
     state.check_same(members, variables)
     to_numpy = backends.current().to_numpy
@@ -177,15 +177,6 @@ def check_replicas(model: Any, team: int = 0) -> None:
                 f"The replicas differ: variable {variable.path!r} holds other values on rank "
                 f"{', '.join(map(str, odd))} than on the other{'s' * (members.size - len(odd) > 1)}."
             )
-
-
-def _team(number: int) -> Team:
-    teams = job().teams
-    if not isinstance(number, int) or not 0 <= number < len(teams):
-        raise ValueError(
-            f"There is no such team. Expected a number from 0 to {len(teams) - 1}. Received: team={number!r}"
-        )
-    return teams[number]
 
 
 def _variables(x: Any) -> list[Any]:

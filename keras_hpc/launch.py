@@ -111,7 +111,7 @@ def connect(comm: Any) -> World:
         if comm.size == 1 and (started := ranks_started()):
             hint = _SRUN_HINT if "srun" in started else _MPIEXEC_HINT
             raise LaunchError(
-                f"{started}, but the MPI library of this process sees only one: {library_name(None)}. "
+                f"{started}, but the MPI library of this process sees only one: {mpi_version(None)}. "
                 f"Each process would train alone and think that it is rank 0. {hint}"
             )
     if not isinstance(comm, MPI.Comm):
@@ -172,7 +172,7 @@ def threads_per_team(world: World, asked: int | Literal["auto"], cores: int, *, 
     return int(needs_thread or world.node_count > 1 or cores > world.size)
 
 
-def library_name(world: World | None) -> str:
+def mpi_version(world: World | None) -> str:
     """Returns name and version of the MPI library, one line."""
     if world is not None and world.comm is None:
         return "no MPI"

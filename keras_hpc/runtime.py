@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from keras_hpc import launch, shutdown, tracing
 from keras_hpc.errors import NotInitializedError
-from keras_hpc.teams import Team, check_wire, make_team
+from keras_hpc.teams import Team, make_team
 from keras_hpc.threads import share_cores
 
 _log = logging.getLogger("keras_hpc")
@@ -145,7 +145,7 @@ def init(
     _job = job
     if job.size > 1:
         nodes = f"{job.node_count} node{'s' * (job.node_count > 1)}"
-        notice(f"{job.size} ranks on {nodes}, {launch.library_name(world)}; {shares}")
+        notice(f"{job.size} ranks on {nodes}, {launch.mpi_version(world)}; {shares}")
 
 
 def finalize() -> None:
@@ -266,6 +266,8 @@ def _check_arguments(
         )
     if batch not in ("local", "global"):
         raise ValueError(f"`batch` says whose batch size is meant. Expected 'local' or 'global'. Received: {batch!r}")
+    from keras_hpc.configuration import check_wire
+
     check_wire(wire_dtype)
     for name, value in (("timeout_seconds", timeout_seconds), ("stall_seconds", stall_seconds)):
         if not isinstance(value, (int, float)) or not value > 0:

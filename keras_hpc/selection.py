@@ -86,7 +86,7 @@ def known(team: Team) -> list[Choice]:
 
 def key_of(world: launch.World) -> str:
     """Returns a name for jobs that may share their measurements: same first host, MPI, shape and cores of a rank."""
-    about = [socket.gethostname(), launch.library_name(world), world.node_of_rank, len(os.sched_getaffinity(0))]
+    about = [socket.gethostname(), launch.mpi_version(world), world.node_of_rank, len(os.sched_getaffinity(0))]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 

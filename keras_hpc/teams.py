@@ -13,18 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from keras_hpc import _native, selection
+from keras_hpc.plans import Plan, TensorSpec, bytes_of
 
 if TYPE_CHECKING:
     from keras_hpc.launch import World
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorSpec:
-    """One tensor of a plan: its name, shape and dtype ("float32", ...)."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,76 +49,6 @@ class Schedule:
             return int(first), 2**62
         counts = [round(x * steps) if isinstance(x, float) else min(int(x), steps) for x in (first, last)]
         return counts[0], max(0, steps - sum(counts)) if last else 2**62
-
-
-class Plan:
-    """A fixed list of tensors that a team reduces together, once per step.
-
-    Attributes:
-        id: number of the plan, for the native operations of the frameworks.
-        name: as given.
-        tensors: the tensors, in the order in which backward makes them.
-        op: "mean", "sum", "min" or "max".
-        weighted: whether a mean is weighted by the ranks' numbers of samples.
-        team: the team that reduces it.
-    """
-
-    def __init__(
-        self,
-        team: Team,
-        key: str,
-        tensors: Sequence[TensorSpec],
-        op: str,
-        weighted: bool,
-        wire_dtype: str | None,
-        in_segment: bool,
-        pipelined: bool,
-    ) -> None:
-        specs = [(t.name, t.dtype, math.prod(t.shape)) for t in tensors]
-        self._native = team.native.plan(key, specs, op, weighted, wire_dtype or "", in_segment, pipelined)
-        self.name = key
-        self.id: int = self._native.id
-        self.tensors = tuple(tensors)
-        self.op = op
-        self.weighted = weighted
-        self.team = team
-
-    def start(self, tensor: int, array: np.ndarray, weight: float = 1.0) -> None:
-        """Starts the reduction of a contiguous array, in place. `wait` ends it."""
-        self._native.start(tensor, _bytes(array), weight)
-
-    def wait(self, tensor: int) -> None:
-        """Blocks until the array given to `start` holds the result."""
-        self._native.wait(tensor)
-
-    def array(self, tensor: int) -> np.ndarray:
-        """Returns the memory of a tensor of a plan made with `in_segment=True`: what `start` takes."""
-        spec = self.tensors[tensor]
-        array: np.ndarray = self._native.memory(tensor).view(dtype_of(spec.dtype)).reshape(spec.shape)
-        return array
-
-    def set_schedule(self, synchronous: int, pipelined: int) -> None:
-        """Of a pipelined plan: so many steps from now are synchronous, so many then pipelined, the rest synchronous."""
-        self._native.set_schedule(synchronous, pipelined)
-
-    def outstanding(self) -> bool:
-        """Returns whether a pipelined plan holds an average that no step has taken."""
-        outstanding: bool = self._native.outstanding()
-        return outstanding
-
-    def take(self, *, keep: bool = False) -> list[np.ndarray]:
-        """Returns the outstanding average of a pipelined plan, one array for each tensor.
-
-        Args:
-            keep: leave it outstanding.
-
-        Raises:
-            CommunicationError: there is none.
-        """
-        arrays = [np.empty(t.shape, dtype_of(t.dtype)) for t in self.tensors]
-        if not self._native.take([_bytes(array) for array in arrays], keep):
-            raise _native.Error(f"No average of plan '{self.name}' is outstanding.")
-        return arrays
 
 
 class Team:
@@ -203,11 +125,11 @@ class Team:
         Raises:
             PlanMismatchError: ranks call with different shapes, dtypes or operations.
         """
-        self.native.allreduce(_bytes(array), array.dtype.name, op)
+        self.native.allreduce(bytes_of(array), array.dtype.name, op)
 
     def broadcast(self, array: np.ndarray, root: int = 0) -> None:
         """Copies the root's array to all ranks, in place. Collective. Any dtype; same shape on all ranks."""
-        self.native.broadcast(_bytes(array), root)
+        self.native.broadcast(bytes_of(array), root)
 
     def allgather(self, array: np.ndarray) -> np.ndarray:
         """Returns the arrays of all ranks, concatenated along axis 0 in rank order. Collective.
@@ -219,7 +141,7 @@ class Team:
         row = array.dtype.itemsize * math.prod(array.shape[1:])
         lengths = self.native.allgather_count(len(array))
         out = np.empty((sum(lengths), *array.shape[1:]), array.dtype)
-        self.native.allgather(_bytes(array), _bytes(out), [row * length for length in lengths])
+        self.native.allgather(bytes_of(array), bytes_of(out), [row * length for length in lengths])
         return out
 
     def allgather_object(self, value: Any) -> list[Any]:
@@ -264,7 +186,7 @@ class Team:
             self.comm.Free()
 
 
-class _Elsewhere(Team):
+class Elsewhere(Team):
     """A team that this rank does not belong to: using it is an error here."""
 
     def __init__(self, index: int, rank: int, ranks: Sequence[int]) -> None:
@@ -323,7 +245,7 @@ def assign_team(model_or_optimizer: Any, team: int) -> None:
         ValueError: there is no such team.
         TypeError: neither a compiled model nor an optimizer.
     """
-    _team_number(team)
+    team_number(team)
     optimizer = getattr(model_or_optimizer, "optimizer", model_or_optimizer)
     if not hasattr(optimizer, "apply"):
         raise TypeError(f"Expected a compiled model or an optimizer. Received: {model_or_optimizer!r}")
@@ -331,136 +253,12 @@ def assign_team(model_or_optimizer: Any, team: int) -> None:
     _assigned[model_or_optimizer] = team
 
 
-def configure_team(
-    team: int = 0,
-    *,
-    schedule: Literal["synchronous", "pipelined"] = "synchronous",
-    synchronous_steps: int | float = 0,
-    cooldown_steps: int | float = 0,
-    max_steps: int | None = None,
-    wire_dtype: Literal["float32", "float16", "bfloat16"] | None = None,
-    report_every: int | None = None,
-    ranks: Sequence[int] | None = None,
-) -> None:
-    """Says how a team reduces gradients. Call it before the first step of its models. Collective on the team.
-
-    "synchronous": every step applies the average of its own gradients. "pipelined": a step applies the average of the
-    gradients of the step before, whose reduction has had a whole step's time; the first one applies nothing. Every
-    gradient is applied exactly once: what is outstanding is applied at the end of `fit`, before `evaluate`, `predict`,
-    `save` and checkpoint callbacks, and, where steps become synchronous again, before that step's own average. Stale
-    gradients can cost accuracy: begin synchronously, and end so.
-
-    Args:
-        team: number of the team.
-        schedule: "synchronous" or "pipelined".
-        synchronous_steps: steps at the start of each `fit` that are synchronous, a number, or a fraction (a float) of
-            its steps. With gradient accumulation, updates are counted.
-        cooldown_steps: likewise at the end.
-        max_steps: steps of the whole training, where no `fit` says so: with `train_on_batch` and loops of your own, and
-            with data of unknown length.
-        wire_dtype: gradients of float32 are rounded to it on their way between nodes. None: as `init` was told.
-        report_every: after so many steps rank 0 prints what the team's reductions cost: bytes, time, how much of it
-            steps waited, and how they went. None: never.
-        ranks: the ranks of the job that belong to the team, in ascending order: its models are broadcast, reduced and
-            shared out among them alone, and no other rank may use them. Collective on all ranks of the job then. Not
-            for team 0, which always has all of them. None: as they are.
+def team_number(team: Any) -> Team:
+    """Returns a team by its number.
 
     Raises:
-        ValueError: an argument is not as described.
-        RuntimeError: the team has reduced gradients already.
-        PlanMismatchError: ranks pass different arguments.
+        ValueError: there is no such team.
     """
-    from keras_hpc.runtime import job
-
-    members = _team_number(team)
-    if schedule not in ("synchronous", "pipelined"):
-        raise ValueError(f"`schedule` is 'synchronous' or 'pipelined'. Received: schedule={schedule!r}")
-    for name, steps in (("synchronous_steps", synchronous_steps), ("cooldown_steps", cooldown_steps)):
-        whole = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0
-        if not whole and not (isinstance(steps, float) and 0 <= steps <= 1):
-            raise ValueError(
-                f"`{name}` is a number of steps, or a fraction of all of them. Expected an integer >= 0 or a float "
-                f"from 0.0 to 1.0. Received: {name}={steps!r}"
-            )
-    if max_steps is not None and (not isinstance(max_steps, int) or max_steps < 1):
-        raise ValueError(f"`max_steps` is a number of steps. Expected an integer >= 1. Received: {max_steps!r}")
-    if wire_dtype != "float32":
-        check_wire(wire_dtype)
-    if report_every is not None and (not isinstance(report_every, int) or report_every < 1):
-        raise ValueError(f"`report_every` is a number of steps. Expected an integer >= 1. Received: {report_every!r}")
-    if members.has_gradients:
-        raise RuntimeError(
-            f"Team {team} has reduced gradients already. Call keras_hpc.configure_team right after compile, before the "
-            "first step."
-        )
-    chosen = Schedule(schedule, synchronous_steps, cooldown_steps, max_steps)
-    if ranks is not None:
-        members = _restrict(team, ranks)
-    if isinstance(members, _Elsewhere):
-        return
-    members.agree("The arguments of keras_hpc.configure_team", [f"{chosen}, wire_dtype={wire_dtype}"])
-    members.schedule, members.report_every = chosen, report_every
-    if wire_dtype is not None:
-        members.wire_dtype = None if wire_dtype == "float32" else wire_dtype
-    job().delayed = any(t.schedule.pipelined for t in job().teams)
-
-
-def _restrict(index: int, ranks: Sequence[int]) -> Team:
-    """Makes a team anew, of some ranks. Collective on all ranks of the job."""
-    from mpi4py import MPI
-
-    from keras_hpc import launch
-    from keras_hpc.runtime import job
-
-    this = job()
-    chosen = [int(rank) for rank in ranks]
-    if index == 0 or not chosen or chosen != sorted(set(chosen)) or not 0 <= chosen[0] <= chosen[-1] < this.size:
-        raise ValueError(
-            "`ranks` are the ranks of a team other than team 0, which has all. Expected different numbers from 0 to "
-            f"{this.size - 1}, ascending. Received: team={index}, ranks={ranks!r}"
-        )
-    this.teams[0].agree("The arguments of keras_hpc.configure_team", [f"team={index}, ranks={chosen}"])
-    if this.size == 1:
-        return this.teams[index]
-    options = this.teams[0].options
-    this.teams[index].close()
-    comm = this.comm.Split(0 if this.rank in chosen else MPI.UNDEFINED, this.rank)
-    team: Team
-    if this.rank in chosen:
-        nodes = [this.node_of_rank[rank] for rank in chosen]
-        numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
-        world = launch.World(comm, comm.rank, comm.size, [numbers[node] for node in nodes])
-        team = make_team(world, index, **options)
-        team.ranks, team.comm = tuple(chosen), comm
-    else:
-        team = _Elsewhere(index, this.rank, chosen)
-    this.teams[index] = team
-    return team
-
-
-def drain(model: Any) -> None:
-    """Applies the averages that pipelined teams still hold back from a model's variables. Collective.
-
-    `fit`, `evaluate` and `predict` do so themselves. For loops around `train_on_batch`: before they keep the state of a
-    training, and at their end.
-    """
-    from keras_hpc.keras_hooks import pipeline
-    from keras_hpc.runtime import job
-
-    job()
-    pipeline.drain(model)
-
-
-def check_wire(wire_dtype: Any) -> None:
-    """Raises ValueError unless it is None or a dtype of 16 bits."""
-    if wire_dtype not in (None, "float16", "bfloat16"):
-        raise ValueError(
-            "`wire_dtype` is what gradients are rounded to between nodes. Expected None, 'float16' or 'bfloat16'. "
-            f"Received: wire_dtype={wire_dtype!r}"
-        )
-
-
-def _team_number(team: Any) -> Team:
     from keras_hpc.runtime import job
 
     teams = job().teams
@@ -481,22 +279,3 @@ def team_of(model_or_optimizer: Any) -> Team:
     if number is None and optimizer is not None:
         number = _assigned.get(optimizer)
     return job().teams[number or 0]
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    """Returns NumPy's dtype of a name; "bfloat16" is not one of its own."""
-    if name == "bfloat16":
-        import ml_dtypes
-
-        name = ml_dtypes.bfloat16
-    dtype: np.dtype[Any] = np.dtype(name)
-    return dtype
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    """The array's memory as bytes, not a copy."""
-    if not array.flags.c_contiguous:
-        raise TypeError(
-            "Expected a C-contiguous array. Received: an array with strides; np.ascontiguousarray copies it"
-        )
-    return array.reshape(-1).view(np.uint8)

@@ -68,7 +68,7 @@ class Hosts:
         self._folder = Path(tempfile.mkdtemp(prefix="keras_hpc-hosts-"))
         try:
             self._make()
-        except BaseException:
+        except BaseException:  # also an interruption must leave no host behind; raised again
             self._remove()
             raise
         return self

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_hpc.teams import Team, TensorSpec
+from keras_hpc.plans import TensorSpec
+from keras_hpc.teams import Team
 
 # How the tensors lie, communication threads, and how whoever waits for another rank does so.
 STRATEGIES = {

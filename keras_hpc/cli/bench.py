@@ -36,7 +36,7 @@ def add_command(commands: Any) -> None:
         "'private', an array of the process; 'segment', one made by keras_hpc.empty; 'fusion', 32 tensors of a "
         "training step. Starts its own ranks, or measures those that a launcher has started.",
     )
-    sub.add_argument("--ranks", type=int, metavar="N", help="start so many ranks on this machine (default: 2)")
+    _add_common(sub)
     sub.add_argument(
         "--hosts",
         type=int,
@@ -51,7 +51,6 @@ def add_command(commands: Any) -> None:
     )
     sub.add_argument("--bytes", type=_sizes, default=_sizes(_SIZES), metavar="LIST", help=f"sizes (default: {_SIZES})")
     sub.add_argument("--seconds", type=float, default=3.0, metavar="S", help="time for each size (default: 3)")
-    sub.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="draw time and bandwidth there (PNG; needs matplotlib)")
     sub.set_defaults(run=_allreduce)
     sub = kinds.add_parser(
@@ -61,12 +60,11 @@ def add_command(commands: Any) -> None:
         "without it, for each way to wait for other ranks. Each rank computes and communicates on one core. Starts "
         "its own ranks, or measures those that a launcher has started.",
     )
-    sub.add_argument("--ranks", type=int, metavar="N", help="start so many ranks on this machine (default: 2)")
+    _add_common(sub)
     sub.add_argument("--tensors", type=int, default=8, metavar="N", help="tensors of a step (default: 8)")
     sub.add_argument("--bytes", type=_sizes, default=[2**20], metavar="SIZE", help="of each tensor (default: 1Mi)")
     sub.add_argument("--compute-ms", type=float, default=4.0, metavar="MS", help="computing of a step (default: 4)")
     sub.add_argument("--steps", type=int, default=100, metavar="N", help="timed steps of each kind (default: 100)")
-    sub.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     sub.set_defaults(run=_overlap, hosts=None, mbit=None, plot=None)
     sub = kinds.add_parser(
         "page",
@@ -76,6 +74,11 @@ def add_command(commands: Any) -> None:
     sub.add_argument("reports", type=Path, nargs="+", metavar="REPORT", help="JSON files")
     sub.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page")
     sub.set_defaults(run=_page)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, metavar="N", help="start so many ranks on this machine (default: 2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
 
 
 def _sizes(text: str) -> list[int]:
@@ -116,7 +119,7 @@ def _start_report(world: launch.World, kind: str) -> dict[str, Any]:
     report: dict[str, Any] = {
         "kind": kind,
         "machine": _machine(),
-        "mpi": launch.library_name(world),
+        "mpi": launch.mpi_version(world),
         "ranks": world.size,
         "nodes": nodes,
     }

@@ -16,7 +16,7 @@ import numpy as np
 
 import keras_hpc
 from keras_hpc import _native, launch, runtime, selection, threads
-from keras_hpc.teams import TensorSpec
+from keras_hpc.plans import TensorSpec
 
 
 def add_command(commands: Any) -> None:
@@ -112,7 +112,7 @@ def _ranges(cores: list[int]) -> str:
 def _communication(job: runtime.Job, parameters: int) -> dict[str, str]:
     team = job.teams[0]
     world = launch.World(job.comm)
-    rows = {"MPI": launch.library_name(world)}
+    rows = {"MPI": launch.mpi_version(world)}
     if job.comm is not None:
         from mpi4py import MPI
 

@@ -56,7 +56,7 @@ def install(job: Any) -> None:
     try:
         for part in (state, losses, optimizer, pipeline, trainer, metrics, callbacks, data):
             part.install(job, _patcher)
-    except BaseException:
+    except BaseException:  # whatever it was, Keras must not stay half changed; raised again
         uninstall()
         raise
 

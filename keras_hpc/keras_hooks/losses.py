@@ -20,6 +20,7 @@ import keras
 
 from keras_hpc import backends, runtime, teams
 from keras_hpc.keras_hooks import compat, scope
+from keras_hpc.plans import TensorSpec
 
 
 def install(job: Any, patcher: Any) -> None:
@@ -103,7 +104,7 @@ def _part(step: scope.Step) -> Any:
 def _sum(step: scope.Step, numbers: Any) -> list[Any]:
     """Returns the sum of a few numbers over all ranks."""
     step.losses += 1
-    specs = [teams.TensorSpec("counts", tuple(numbers.shape), "float32")]
+    specs = [TensorSpec("counts", tuple(numbers.shape), "float32")]
     plan = teams.team_of(step.model).plan(f"{step.key}/loss{step.losses}", specs, op="sum", weighted=False)
     return list(backends.current().reduce(plan, [keras.ops.stop_gradient(numbers)]))
 

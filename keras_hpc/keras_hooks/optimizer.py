@@ -21,6 +21,7 @@ import keras
 
 from keras_hpc import backends, teams
 from keras_hpc.keras_hooks import compat, pipeline, scope, state
+from keras_hpc.plans import TensorSpec
 
 
 class _Funnel(threading.local):
@@ -206,7 +207,7 @@ def reduce_gradients(
 def _spec(index: int, gradient: Any, variables: Sequence[Any]) -> Any:
     owner = variables[index] if variables else gradient
     name = scope.plain_name(owner) if variables else "accumulated gradient"
-    return teams.TensorSpec(f"{index}: {name}", tuple(owner.shape), keras.backend.standardize_dtype(gradient.dtype))
+    return TensorSpec(f"{index}: {name}", tuple(owner.shape), keras.backend.standardize_dtype(gradient.dtype))
 
 
 def _overwriting(variables: Sequence[Any]) -> set[int]:
@@ -263,7 +264,7 @@ def _key(optimizer: Any) -> str:
 
 def _exchange(optimizer: Any, name: str, tensor: Any, op: str) -> Any:
     team = teams.team_of(_funnel.outer or optimizer)
-    specs = [teams.TensorSpec(name, tuple(tensor.shape), keras.backend.standardize_dtype(tensor.dtype))]
+    specs = [TensorSpec(name, tuple(tensor.shape), keras.backend.standardize_dtype(tensor.dtype))]
     plan = team.plan(f"{_key(optimizer)}/{name}", specs, op=op, weighted=False)
     return backends.current().reduce(plan, [tensor])[0]
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from keras_hpc import backends, runtime, teams
 from keras_hpc.keras_hooks import scope, state
+from keras_hpc.plans import TensorSpec
 
 
 @dataclasses.dataclass
@@ -264,7 +265,7 @@ def _line_of(
             return line, tensors
     names = [f"{index}: {scope.plain_name(variables[index])}" for index in kept] + ["loss scale"] * scaled
     specs = [
-        teams.TensorSpec(name, tuple(tensor.shape), keras.backend.standardize_dtype(tensor.dtype))
+        TensorSpec(name, tuple(tensor.shape), keras.backend.standardize_dtype(tensor.dtype))
         for name, tensor in zip(names, tensors, strict=True)
     ]
     plan = team.plan(key, specs, wire_dtype=team.wire_dtype, pipelined=True)

@@ -4,12 +4,10 @@
 namespace keras_hpc {
 
 Schedule rabenseifner(int p, int me, size_t count) {
-  int power = 1;
-  while (2 * power <= p) power *= 2;
-  const int extra = p - power;
-  if (me >= power) return {{{{me - power, 0, count}}, {}}, {{}, {{me - power, 0, count}}}};
+  const Power power(p);
+  if (me >= power.ranks) return power.beyond(me, count);
   Schedule steps;
-  if (me < extra) steps.push_back({{}, {{me + power, 0, count}}, true});
+  if (me < power.extra) steps.push_back(power.take_over(me, count));
 
   // Each time two ranks hold sums of the same range, each gives away one half of it.
   struct Half {
@@ -20,7 +18,7 @@ Schedule rabenseifner(int p, int me, size_t count) {
   std::vector<Half> halves;
   size_t begin = 0;
   size_t end = count;
-  for (int mask = 1; mask < power; mask *= 2) {
+  for (int mask = 1; mask < power.ranks; mask *= 2) {
     const size_t middle = begin + (end - begin) / 2;
     const bool lower = (me & mask) == 0;
     halves.push_back(
@@ -41,7 +39,7 @@ Schedule rabenseifner(int p, int me, size_t count) {
     add_move(step.sends, half.peer, half.begin, half.end);
     add_move(step.receives, half.peer, half.other_begin, half.other_end);
   }
-  if (me < extra) steps.push_back({{{me + power, 0, count}}, {}});
+  if (me < power.extra) steps.push_back({{{me + power.ranks, 0, count}}, {}});
   return steps;
 }
 

@@ -49,6 +49,22 @@ inline void add_move(std::vector<Move>& moves, int peer, size_t begin, size_t en
   if (begin < end) moves.push_back({peer, begin, end});
 }
 
+// Trees are of a power of two of ranks. Each of the `extra` ranks beyond it hands its data to a partner and gets the
+// result back.
+struct Power {
+  explicit Power(int p) {
+    while (2 * ranks <= p) ranks *= 2;
+    extra = p - ranks;
+  }
+  Schedule beyond(int me, size_t count) const {
+    return {{{{me - ranks, 0, count}}, {}}, {{}, {{me - ranks, 0, count}}}};
+  }
+  Step take_over(int me, size_t count) const { return {{}, {{me + ranks, 0, count}}, true}; }
+
+  int ranks = 1;
+  int extra = 0;
+};
+
 // First element of the part of rank `i`.
 inline size_t part_of(int i, int p, size_t count) {
   return count * static_cast<size_t>(i) / static_cast<size_t>(p);

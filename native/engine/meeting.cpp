@@ -7,13 +7,10 @@
 #include <utility>
 
 #include "common/error.hpp"
+#include "common/index.hpp"
 
 namespace keras_hpc {
 namespace {
-
-size_t at(int i) {
-  return static_cast<size_t>(i);
-}
 
 constexpr size_t kLine = 64;
 constexpr size_t kPage = 4096;

@@ -5,15 +5,13 @@
 #include <cstring>
 
 #include "common/error.hpp"
+#include "common/index.hpp"
 #include "engine/area.hpp"
 #include "engine/trace.hpp"
 
 namespace keras_hpc {
 namespace {
 
-size_t at(int i) {
-  return static_cast<size_t>(i);
-}
 constexpr size_t kPage = 4096;
 size_t pages(size_t nbytes) {
   return (nbytes + kPage - 1) / kPage * kPage;
@@ -59,6 +57,7 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
       is_packed_(layout_.buckets().size()),
       packed_front_(at(lanes)),
       lanes_(at(lanes)) {
+  for (int t = 0; t < layout_.tensor_count(); ++t) tensor_bytes_ += layout_.range(t).size();
   for (const TensorSpec& tensor : tensors_)
     if (op == Op::mean && (tensor.dtype == DType::int32 || tensor.dtype == DType::int64))
       throw Error("The mean of integers is not an integer. Expected op sum, min or max for '" + tensor.name + "'.");
@@ -204,7 +203,7 @@ void Plan::finish(int tensor) {
   }
   states_[at(tensor)].store(State::finished, std::memory_order_release);
   if (finished_.fetch_add(1, std::memory_order_acq_rel) + 1 < layout_.tensor_count()) return;
-  for (int t = 0; t < layout_.tensor_count(); ++t) bytes_reduced += layout_.range(t).size();
+  bytes_reduced += tensor_bytes_;
   add(seconds_reducing, std::chrono::duration<double>(reduced_at_.load() - began_at_.load()).count());
   if (topology_.size > 1) shared_[topology_.local_rank].consumed.store(step_, std::memory_order_seq_cst);
   active_.store(false, std::memory_order_release);
@@ -308,28 +307,9 @@ bool Plan::know_weights(LaneState& lane, uint64_t step, Channel& channel) {
     lane.header_exchange.reset();
     lane.in_flight.store(static_cast<int>(lane.operations.size()), std::memory_order_relaxed);
   }
-  use_weights(lane);
+  lane.weights = find_weights(op_, weighted_, lane.headers, topology_.local_ranks());
   lane.headers_step = step;
   return true;
-}
-
-void Plan::use_weights(LaneState& lane) const {
-  const auto size = at(topology_.size);
-  const double* weights = lane.headers.data();
-  lane.weighted = false;
-  lane.scale = op_ == Op::mean ? 1.0 / static_cast<double>(size) : 1.0;
-  if (!weighted_) return;
-  double total = 0;
-  bool equal = true;
-  for (size_t r = 0; r < size; ++r) {
-    total += weights[r];
-    equal = equal && weights[r] == weights[0];
-  }
-  if (equal && total > 0) return;  // a plain mean, to the last bit
-  lane.weighted = true;
-  lane.scale = 1.0;
-  lane.factors.clear();
-  for (const int rank : topology_.local_ranks()) lane.factors.push_back(total > 0 ? weights[at(rank)] / total : 0.0);
 }
 
 void Plan::reduce(const Bucket& bucket, const LaneState& lane) {
@@ -349,7 +329,7 @@ void Plan::reduce(const Bucket& bucket, const LaneState& lane) {
     for (int r = 0; r < local; ++r) {
       std::byte* theirs = r == me ? mine : (in_segment_ ? memory_of(r) : slot(me, r)) + part.begin;
       if (in_segment_ && r != me) outs.push_back(theirs);
-      const double factor = lane.weighted ? lane.factors[at(r)] : 1.0;
+      const double factor = lane.weights.weighted ? lane.weights.factors[at(r)] : 1.0;
       if (factor == 0.0) continue;  // has no samples in this step; its values may be NaN
       sources.push_back({theirs, factor});
     }
@@ -357,8 +337,8 @@ void Plan::reduce(const Bucket& bucket, const LaneState& lane) {
     // Across nodes, first only where the network takes it from.
     if (topology_.node_count > 1) outs.clear();
     outs.push_back(topology_.node_count > 1 ? own_result() + part.begin : mine);
-    keras_hpc::reduce(bucket.dtype, op_, sources.data(), sources.size(), lane.weighted, lane.scale, outs.data(),
-                      outs.size(), part.size() / size_of(bucket.dtype));
+    keras_hpc::reduce(bucket.dtype, op_, sources.data(), sources.size(), lane.weights.weighted, lane.weights.scale,
+                      outs.data(), outs.size(), part.size() / size_of(bucket.dtype));
   }
 }
 

@@ -27,6 +27,7 @@
 #include "algorithms/allreduce.hpp"
 #include "engine/context.hpp"
 #include "engine/layout.hpp"
+#include "engine/weights.hpp"
 #include "transport/transport.hpp"
 
 namespace keras_hpc {
@@ -88,16 +89,13 @@ class Plan {
     uint64_t headers_step = 0;  // the execution whose weights are known
     std::vector<double> headers;
     std::unique_ptr<Allreduce> header_exchange;
-    bool weighted = false;
-    double scale = 1;
-    std::vector<double> factors;  // of the local ranks
+    Weights weights;
   };
 
   void begin(double weight);
   bool pack(int tensor);
   void bucket_is_packed(int bucket);
   bool know_weights(LaneState& lane, uint64_t step, Channel& channel);
-  void use_weights(LaneState& lane) const;
   void reduce(const Bucket& bucket, const LaneState& lane);
   void copy_result(const Bucket& bucket, const Range& slice);
   void publish(int lane);
@@ -116,6 +114,7 @@ class Plan {
   const bool weighted_;
   const std::optional<DType> wire_;
   Layout layout_;
+  size_t tensor_bytes_ = 0;            // without the gaps between tensors
   std::vector<Algorithm> algorithms_;  // [bucket] of its slices between nodes
   const bool in_segment_;
   std::shared_ptr<Segment> segment_;

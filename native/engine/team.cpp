@@ -7,20 +7,14 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
-#include <functional>
-#include <map>
-#include <numeric>
 #include <set>
 
 #include "common/error.hpp"
+#include "common/index.hpp"
 #include "engine/trace.hpp"
 
 namespace keras_hpc {
 namespace {
-
-size_t at(int i) {
-  return static_cast<size_t>(i);
-}
 
 // Where a rank runs, for the others on its node.
 struct Seat {
@@ -40,12 +34,6 @@ int64_t scheduler_group() {
 
 // Copying less than this takes less time than asking the clock what it took.
 constexpr size_t kQuickBytes = 4096;
-
-std::string join(const std::vector<int>& ranks) {
-  std::string text;
-  for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
-  return text;
-}
 
 }  // namespace
 
@@ -191,7 +179,7 @@ bool Team::wait_all_async(Plan& plan, void (*done)(void*, const char*), void* ar
 
 std::string Team::late(const Plan& plan, int tensor, double seconds) const {
   return plan.describe(tensor) + ": after " + std::to_string(static_cast<int>(seconds)) + " s not every rank has " +
-         "started it. Missing, as far as this rank sees: rank " + join(plan.missing_ranks(tensor)) +
+         "started it. Missing, as far as this rank sees: rank " + joined(plan.missing_ranks(tensor)) +
          ". Do all ranks run the same number of steps?";
 }
 
@@ -371,39 +359,6 @@ std::vector<int64_t> Team::allgather_count(int64_t mine) {
 void Team::barrier() {
   const std::lock_guard lock(control_mutex_);
   finish(control_->barrier(), "barrier");
-}
-
-void Team::agree(const std::string& what, const std::vector<std::string>& items) {
-  std::string text;
-  for (const std::string& item : items) text += item + '\n';
-  const std::vector<int64_t> hashes = allgather_count(static_cast<int64_t>(std::hash<std::string>{}(text)));
-  if (std::all_of(hashes.begin(), hashes.end(), [&](int64_t hash) { return hash == hashes[0]; })) return;
-
-  // They differ, so every rank gets here: fetch all lists and find the first difference.
-  const std::vector<int64_t> lengths = allgather_count(static_cast<int64_t>(text.size()));
-  const std::vector<size_t> nbytes(lengths.begin(), lengths.end());
-  std::string all(std::accumulate(nbytes.begin(), nbytes.end(), size_t{0}), '\0');
-  allgather(text.data(), all.data(), nbytes);
-  std::vector<std::vector<std::string>> lists;
-  size_t place = 0;
-  for (const size_t length : nbytes) {
-    std::vector<std::string>& list = lists.emplace_back();
-    for (const size_t end = place + length; place < end;) {
-      const size_t line = all.find('\n', place);
-      list.push_back(all.substr(place, line - place));
-      place = line + 1;
-    }
-  }
-  for (size_t i = 0;; ++i) {
-    std::map<std::string, std::vector<int>> ranks_of;  // what they hold at this place
-    for (size_t rank = 0; rank < lists.size(); ++rank)
-      ranks_of[i < lists[rank].size() ? "'" + lists[rank][i] + "'" : "nothing"].push_back(static_cast<int>(rank));
-    if (ranks_of.size() == 1 && ranks_of.count("nothing") == 0) continue;
-    std::string message = what + " differ between ranks. The first difference is number " + std::to_string(i) + ":";
-    for (const auto& [item, ranks] : ranks_of)
-      message += (message.back() == ':' ? " " : "; ") + item + " on rank " + join(ranks);
-    throw PlanMismatch(message + ".");
-  }
 }
 
 TeamReport Team::report() const {

@@ -36,6 +36,9 @@ struct TeamReport {
   std::string algorithm;        // how
 };
 
+// "0, 2, 5"
+std::string joined(const std::vector<int>& ranks);
+
 class Team {
  public:
   // Collective.

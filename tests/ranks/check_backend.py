@@ -8,7 +8,8 @@ import pytest
 from mpi4py import MPI
 
 import keras_hpc
-from keras_hpc import backends, teams
+from keras_hpc import backends
+from keras_hpc.plans import TensorSpec
 
 RANKS = {"tensorflow": (3,), "jax": (2,)}
 
@@ -53,7 +54,7 @@ def wide():
 
 
 def make_plan(request, arrays, **options):
-    specs = [teams.TensorSpec(f"t{i}", a.shape, a.dtype.name) for i, a in enumerate(arrays)]
+    specs = [TensorSpec(f"t{i}", a.shape, a.dtype.name) for i, a in enumerate(arrays)]
     return keras_hpc.runtime.job().teams[0].plan(request.node.name, specs, **options)
 
 

@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 import keras_hpc
 from keras_hpc import runtime
-from keras_hpc.teams import TensorSpec
+from keras_hpc.plans import TensorSpec
 
 RANKS = {"jax": (3,)}
 ENV = {"MPIR_CVAR_NUM_CLIQUES": "8"}
