@@ -117,7 +117,7 @@ def _restrict(index: int, ranks: Sequence[int]) -> Team:
         numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
         world = launch.World(comm, comm.rank, comm.size, [numbers[node] for node in nodes])
         team = make_team(world, index, **options)
-        team.ranks, team.comm = tuple(chosen), comm
+        team.ranks, team.comm, team.wire_dtype = tuple(chosen), comm, old.wire_dtype
     else:
         team = Elsewhere(index, this.rank, chosen)
     this.teams[index] = team

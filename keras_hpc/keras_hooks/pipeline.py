@@ -212,11 +212,7 @@ def plan_schedule(model: Any, total: int | None) -> None:
 
 def drain(model: Any) -> None:
     """Applies every average that a model's variables wait for. Collective on the teams of their optimizers."""
-    for line in _lines_of(model):
-        if not line.plan.outstanding():
-            continue
-        if getattr(model, "_jax_state", None) is not None and not model._jax_state_synced:
-            model.jax_state_sync()
+    for line in _outstanding_lines(model):
         _apply_outstanding(line, keep=False)
 
 
@@ -226,12 +222,10 @@ def drained(model: Any) -> Iterator[None]:
 
     For what one rank does alone, as saving. It waits for nobody who is not on the way.
     """
-    lines = [line for line in _lines_of(model) if line.plan.outstanding()]
+    lines = _outstanding_lines(model)
     if not lines:
         yield
         return
-    if getattr(model, "_jax_state", None) is not None and not model._jax_state_synced:
-        model.jax_state_sync()
     backend = backends.current()
     variables = [v for line in lines for v in (*line.variables, *_variables_of(line.optimizer))]
     before = [backend.to_numpy(variable.value) for variable in variables]
@@ -281,6 +275,16 @@ def _lines_of(model: Any) -> list[_Line]:
     own = set(map(id, model.variables))
     lines = [line for lines in _lines.values() for line in lines]
     return [line for line in lines if not own.isdisjoint(map(id, line.variables))]
+
+
+def _outstanding_lines(model: Any) -> list[_Line]:
+    """The lines that hold an average back. Their variables are those after the last step, which has ended."""
+    lines = _lines_of(model)
+    if lines and getattr(model, "_jax_state", None) is not None and not model._jax_state_synced:
+        model.jax_state_sync()
+    for line in lines:
+        keras.ops.convert_to_numpy(line.optimizer._iterations)  # JAX may be computing it still
+    return [line for line in lines if line.plan.outstanding()]
 
 
 def _with_held(optimizer: Any) -> list[Any]:

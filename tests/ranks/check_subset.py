@@ -15,7 +15,7 @@ MEMBERS = {1: [0, 2], 2: [1]}
 
 @pytest.fixture(autouse=True)
 def _job():
-    keras_hpc.init(teams=3, batch="global")
+    keras_hpc.init(teams=3, batch="global", wire_dtype="bfloat16")
     yield
     keras_hpc.finalize()
 
@@ -39,6 +39,7 @@ def test_two_groups_train_two_models(schedule):
         keras_hpc.configure_team(team, ranks=ranks, schedule=schedule)
     mine = next(team for team, ranks in MEMBERS.items() if keras_hpc.rank() in ranks)
     assert (job().teams[mine].size, job().teams[mine].rank) == {0: (2, 0), 1: (1, 0), 2: (2, 1)}[keras_hpc.rank()]
+    assert job().teams[mine].wire_dtype == "bfloat16", "what init() was told"
     # Weights differ until the team's first rank gives its own.
     model = compiled(10 * mine + keras_hpc.rank())
     keras_hpc.assign_team(model, mine)
