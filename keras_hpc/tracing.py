@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was communicated when, as a file that chrome://tracing and Perfetto show."""
+"""What happened when, steps and communication, as a file that chrome://tracing and ui.perfetto.dev show."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from keras_hpc import _native
 
@@ -13,13 +16,26 @@ if TYPE_CHECKING:
     from keras_hpc.runtime import Job
 
 _path: pathlib.Path | None = None
+_steps: list[tuple[str, float, float]] = []  # name, begin and end by the engine's clock, the monotonic one
 
 
 def enable(path: str) -> None:
     """Records from now on; `finish` writes the file."""
     global _path
     _path = pathlib.Path(path)
+    _steps.clear()
     _native.set_tracing(True)
+
+
+@contextlib.contextmanager
+def step(name: str) -> Iterator[None]:
+    """Records a step of a model. JAX may end the call of a step before it ends the step."""
+    if _path is None:
+        yield
+        return
+    begin = time.monotonic()
+    yield
+    _steps.append((name, begin, time.monotonic()))
 
 
 def finish(job: Job) -> None:
@@ -28,21 +44,28 @@ def finish(job: Job) -> None:
     if _path is None:
         return
     _native.set_tracing(False)
-    # Rows of the display: what the framework did, and what each team's communication did.
-    events = [
-        {
-            "name": name,
-            "cat": kind,
-            "ph": "X",
-            "pid": job.rank,
-            "tid": f"team {team} {'framework' if kind in ('start', 'wait') else 'communication'}",
-            "ts": begin * 1e6,
-            "dur": (end - begin) * 1e6,
-            "args": {"kind": kind},
-        }
-        for name, kind, team, begin, end in _native.take_trace()
-    ]
-    everyone = job.teams[0].allgather_object(events)
+    everyone = job.teams[0].allgather_object(_events(job.rank))
     if job.rank == 0:
         _path.write_text(json.dumps({"traceEvents": [event for events in everyone for event in events]}))
     _path = None
+
+
+def _events(rank: int) -> list[dict[str, Any]]:
+    """This rank's events: a row for steps, and for each team one of the framework's calls and one of what it made of them."""
+    rows = {"steps": 0}
+    events = [_event(rank, 0, name, "step", begin, end) for name, begin, end in _steps]
+    for name, kind, team, begin, end in _native.take_trace():
+        calls = kind in ("start", "wait")
+        row = 1 + 2 * team + (not calls)
+        rows[f"team {team} {'start and wait' if calls else 'communication'}"] = row
+        events.append(_event(rank, row, name, kind, begin, end))
+    names = [
+        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}},
+        *({"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": n}} for n, row in rows.items()),
+    ]
+    return names + events
+
+
+def _event(rank: int, row: int, name: str, kind: str, begin: float, end: float) -> dict[str, Any]:
+    times = {"ts": begin * 1e6, "dur": (end - begin) * 1e6}
+    return {"name": name, "cat": kind, "ph": "X", "pid": rank, "tid": row, **times, "args": {"kind": kind}}

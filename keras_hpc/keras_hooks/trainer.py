@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_hpc import report, runtime
+from keras_hpc import report, runtime, tracing
 from keras_hpc.keras_hooks import callbacks, compat, pipeline, scope, state, steps
 
 Method = Callable[..., Any]
@@ -158,7 +158,8 @@ def _prepared(model: Any, kind: str, function: Method) -> Method:
         if not state.was_made_equal(owner) and hasattr(args[-1], "element_spec"):
             _build(owner, args[-1].element_spec)
             state.synchronize(owner)
-        results = function(*args)
+        with tracing.step(f"{owner.name} {kind}"):
+            results = function(*args)
         if kind == "train":
             report.after_step()
         return results

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two models on two teams reduce at the same time, and tell what it cost: read from the trace of a real training."""
 
+import json
 import logging
 import threading
 import time
@@ -140,6 +141,35 @@ def test_reports(team_job, caplog):
         assert exposed >= 0
         assert 0 <= hidden <= 1
     assert not any("team1" in name for name in history)
+
+
+def test_trace_shows_communication_beside_the_steps(tmp_path):
+    path = tmp_path / "trace.json"
+    keras_hpc.init(teams=2, trace=str(path))
+    step(model_on(1, "second"))
+    x = np.zeros((16, FEATURES), np.float32)
+    model_on(0, "first").fit(x, x, batch_size=4, verbose=0)
+    first = keras_hpc.rank() == 0
+    keras_hpc.finalize()
+    assert path.exists() == first
+    if not first:
+        return
+    events = json.loads(path.read_text())["traceEvents"]
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {(rank, name) for (rank, _), name in rows.items()} == {
+        (rank, row)
+        for rank in (0, 1)
+        for row in ("steps", *(f"team {t} {what}" for t in (0, 1) for what in ("start and wait", "communication")))
+    }
+    for rank in (0, 1):
+        mine = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
+        steps = [e for e in mine if rows[rank, e["tid"]] == "steps"]
+        assert [e["name"] for e in steps] == ["second train", *["first train"] * 2]
+        starts = [e for e in mine if e["cat"] == "start" and "kernel" in e["name"]]
+        assert [rows[rank, e["tid"]] for e in starts] == ["team 1 start and wait", *["team 0 start and wait"] * 2]
+        if not is_jax:  # whose steps run behind the script's back
+            for outer, inner in zip(steps, starts, strict=True):
+                assert outer["ts"] <= inner["ts"] <= inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
 
 
 def test_teams_are_apart(team_job):
