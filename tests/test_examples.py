@@ -3,13 +3,12 @@
 import csv
 
 import pytest
-from launch import ROOT
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 
 def test_demo_learns_the_digits_and_draws_charts(run_ranks, tmp_path):
-    done = run_ranks(1, [ROOT / "examples/cnn/demo.py", "--results", tmp_path], timeout=480, mpi=False)
+    done = run_ranks(1, ["-m", "examples.cnn.demo", "--results", tmp_path], timeout=480, mpi=False)
     (row,) = csv.DictReader((tmp_path / "throughput.csv").open())
     assert float(row["test_accuracy_1_rank"]) >= 0.97
     assert float(row["test_accuracy_2_ranks"]) >= 0.97

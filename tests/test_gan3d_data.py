@@ -171,10 +171,10 @@ def test_every_event_comes_once_per_epoch_over_all_ranks(path, cache):
 def test_batches_are_scaled(path):
     with h5py.File(path) as file:
         ecal, energy = file["ECAL"][207:], file["target"][207:, 1]
-    batch = data.Showers(path, 8, part="test", xscale=50).all()
+    batch = data.Showers(path, 8, part="test").all()
     assert batch.images.shape == (23, 13, 13, 13, 1)
     assert batch.images.dtype == batch.energies.dtype == batch.sums.dtype == np.float32
-    np.testing.assert_allclose(batch.images[..., 0], np.where(ecal < 1e-6, 0, 50 * ecal), rtol=1e-6)
+    np.testing.assert_allclose(batch.images[..., 0], np.where(ecal < 1e-6, 0, 100 * ecal), rtol=1e-6)
     np.testing.assert_allclose(batch.energies[:, 0], energy / 100, rtol=1e-6)
     np.testing.assert_allclose(batch.sums[:, 0], batch.images.sum((1, 2, 3, 4)), rtol=1e-5)
 
@@ -251,6 +251,7 @@ def test_response_fits_the_training_showers(tmp_path):
         inside = (y >= low) & (y < low + 0.1)
         assert response.expected_sum(y[inside]).mean() == pytest.approx(sums[inside].mean(), rel=0.012)
     assert response.ratio(0.5) == pytest.approx(np.polyval(PUBLISHED_RATIO, 0.5), rel=0.05)
+    assert (response.lowest, response.highest) == pytest.approx((y.min(), y.max()))
     with h5py.File(path, "a") as file:
         del file["visible"]  # as in files from elsewhere
     np.testing.assert_allclose(data.fit_response(path).ratio(y), response.ratio(y), rtol=1e-4)
@@ -284,6 +285,10 @@ def test_reader_refuses_files(path, tmp_path):
         file["images"] = np.zeros((3, 13, 13))
     with pytest.raises(ValueError, match=r"Expected ECAL .* Received: \{\}"):
         data.Showers(tmp_path / "other.h5", 16)
+    with h5py.File(tmp_path / "empty.h5", "w") as file:
+        file["ECAL"], file["target"] = np.zeros((4, 13, 13, 13)), np.ones((4, 2))
+    with pytest.raises(ValueError, match=r"showers with energy in them. Received: .*empty.h5"):
+        next(data.Showers(tmp_path / "empty.h5", 2).epoch(0))
     large = write(tmp_path / "large.h5", events=3, size=25)
     with pytest.raises(ValueError, match=r"one shape. Received: "):
         data.Showers([path, large], 16)

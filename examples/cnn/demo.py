@@ -8,46 +8,20 @@ import argparse
 import csv
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "TF_NUM_INTRAOP_THREADS": "1",
-    "TF_NUM_INTEROP_THREADS": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-    # Open MPI would not start as root, or bind ranks itself.
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_hwloc_default_binding_policy": "none",
-}
+from examples import launch
+
 TIME_LIMIT_S = 600
-
-
-def run_pinned(arguments):
-    """One rank: keeps to the core of its number, then becomes train.py."""
-    names = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_RANK")
-    local_rank = next((int(os.environ[name]) for name in names if name in os.environ), 0)
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
-    sys.argv = [str(HERE / "train.py"), *arguments]
-    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def train(ranks, output, options):
     """Runs train.py and returns its summary."""
-    command = [sys.executable, str(HERE / "demo.py"), "--pinned", "--output", str(output), *options]
-    if ranks > 1:
-        command = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(ranks), *command]
     launcher = f"mpiexec -n {ranks} " if ranks > 1 else ""
-    print(f"\n--- {launcher}python train.py {' '.join(options)}")
-    sys.stdout.flush()
-    done = subprocess.run(command, env=os.environ | ONE_THREAD, timeout=TIME_LIMIT_S, check=False)
-    if done.returncode:
-        sys.exit(f"The run on {ranks} ranks ended with {done.returncode}; see its messages above.")
+    print(f"\n--- {launcher}python examples/cnn/train.py {' '.join(options)}")
+    launch.run("examples.cnn.train", ["--output", output, *options], ranks=ranks, timeout=TIME_LIMIT_S)
     return json.loads((output / "summary.json").read_text())
 
 
@@ -139,7 +113,4 @@ def main():
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--pinned"]:
-        run_pinned(sys.argv[2:])
-    else:
-        main()
+    main()

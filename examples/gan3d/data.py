@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read showers: each rank its own part of the files, batch by batch, one batch ahead of the training step."""
 
+import dataclasses
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +10,8 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 
-ENERGY_UNIT_GEV = 100.0  # networks see y = E / 100 GeV
+ENERGY_UNIT_GEV = 100.0  # what the networks call an energy of 1
+CELL_UNIT_GEV = 0.01  # what they call a cell energy of 1
 SMALLEST_CELL_GEV = 1e-6  # what a cell holds below this is taken as nothing
 
 
@@ -16,8 +19,8 @@ class Batch(NamedTuple):
     """What one training step needs.
 
     Attributes:
-        images: cell energies times `xscale`, float32 of shape `(b, s, s, s, 1)`: event, x, y, layer, channel.
-        energies: primary energy / 100 GeV, float32 of shape `(b, 1)`.
+        images: cell energies in units of 10 MeV, float32 of shape `(b, s, s, s, 1)`: event, x, y, layer, channel.
+        energies: primary energies in units of 100 GeV, float32 of shape `(b, 1)`.
         sums: sums of the images, float32 of shape `(b, 1)`.
     """
 
@@ -42,7 +45,6 @@ class Showers:
         size: number of ranks.
         part: `"train"`, `"test"` (the last `test_fraction` of the events) or `"all"`.
         test_fraction: share of the events that is kept for tests.
-        xscale: what the cell energies in GeV are multiplied by.
         seed: of the shuffling.
         cache: keep the share in memory after its first reading: 4 s^3 bytes per event. Without it, each epoch reads
             the files again, in slabs.
@@ -68,7 +70,6 @@ class Showers:
         size=1,
         part="train",
         test_fraction=0.1,
-        xscale=100.0,
         seed=0,
         cache=True,
         drop_last=False,
@@ -77,7 +78,7 @@ class Showers:
             raise ValueError(f"Expected 0 <= rank < size. Received: rank={rank}, size={size}")
         if batch_size < 1:
             raise ValueError(f"Expected a positive batch_size. Received: batch_size={batch_size}")
-        self.batch_size, self.rank, self.xscale, self.seed = batch_size, rank, xscale, seed
+        self.batch_size, self.rank, self.seed = batch_size, rank, seed
         self.cache, self.drop_last = cache, drop_last
         self._files = _paths(files)
         shapes = [_shape(path) for path in self._files]
@@ -175,7 +176,12 @@ class Showers:
             images[here] = self._open[path]["ECAL"][inside]
             energies[here] = self._open[path]["target"][inside, 1]
         images[images < SMALLEST_CELL_GEV] = 0
-        return (images * np.float32(self.xscale))[..., None], energies / np.float32(ENERGY_UNIT_GEV)
+        if not (np.all(energies > 0) and np.all(images.sum((1, 2, 3)) > 0)):
+            raise ValueError(  # relative errors of nothing
+                "Expected showers with energy in them. "
+                f"Received: some without, between events {start} and {stop} of {', '.join(map(str, self._files))}"
+            )
+        return (images / np.float32(CELL_UNIT_GEV))[..., None], energies / np.float32(ENERGY_UNIT_GEV)
 
 
 def part_range(events, part, test_fraction=0.1):
@@ -189,23 +195,27 @@ def part_range(events, part, test_fraction=0.1):
     return ranges[part]
 
 
+@dataclasses.dataclass(frozen=True)
 class Response:
     """How much of a primary's energy the silicon sees: ratio(y) = visible energy / y, in percent, a quartic.
 
-    Args:
-        coefficients: of the quartic, highest power first, shape `(5,)`.
+    Attributes:
+        coefficients: of the quartic, highest power first, five of them.
+        lowest: primary energy of the showers, in units of 100 GeV.
+        highest: the same.
     """
 
-    def __init__(self, coefficients):
-        self.coefficients = np.asarray(coefficients, dtype=np.float64)
+    coefficients: Sequence[float]
+    lowest: float
+    highest: float
 
     def ratio(self, y):
         """Visible energy in GeV over y = E / 100 GeV."""
         return np.polyval(self.coefficients, y)
 
-    def expected_sum(self, y, xscale=100.0):
-        """Sum of an image whose cells are in GeV times `xscale`, for y = E / 100 GeV."""
-        return self.ratio(y) * y * xscale
+    def expected_sum(self, y):
+        """Sum of an image in units of 10 MeV, for y = E / 100 GeV."""
+        return self.ratio(y) * y / CELL_UNIT_GEV
 
 
 def fit_response(files, part="train", test_fraction=0.1):
@@ -227,7 +237,7 @@ def fit_response(files, part="train", test_fraction=0.1):
     if len(np.unique(y)) < 5:
         raise ValueError(f"A quartic needs five different energies. Received: {len(np.unique(y))} in {len(y)} events")
     # The ratio's relative error falls as 1 / sqrt(energy).
-    return Response(np.polyfit(y, visible / y, 4, w=np.sqrt(y)))
+    return Response(np.polyfit(y, visible / y, 4, w=np.sqrt(y)), float(y.min()), float(y.max()))
 
 
 def _sums(dataset, slab=256):

@@ -11,9 +11,9 @@ import dataclasses
 import keras
 import numpy as np
 
+from examples.gan3d.data import CELL_UNIT_GEV, ENERGY_UNIT_GEV
+
 LATENT = 200
-ENERGY_UNIT_GEV = 100.0  # what the networks call an energy of 1
-CELL_UNIT_GEV = 0.01  # what they call a cell energy of 1
 SLOPE = 0.3
 HEADS = ("generation", "auxiliary", "ecal")
 
@@ -138,12 +138,12 @@ def noise_of(rng, energies):
 
     Args:
         rng: a `numpy.random.Generator`.
-        energies: (n,), units of 100 GeV.
+        energies: (n, 1), units of 100 GeV.
 
     Returns:
         (n, 200), float32.
     """
-    return (rng.standard_normal((len(energies), LATENT)) * energies[:, None]).astype("float32")
+    return (rng.standard_normal((len(energies), LATENT)) * energies).astype("float32")
 
 
 def generate(generator, rng, energies, batch_size=64):
@@ -158,7 +158,7 @@ def generate(generator, rng, energies, batch_size=64):
     Returns:
         (n, size, size, size), GeV, float32.
     """
-    inputs = noise_of(rng, np.asarray(energies) / ENERGY_UNIT_GEV)
+    inputs = noise_of(rng, np.asarray(energies)[:, None] / ENERGY_UNIT_GEV)
     parts = [
         keras.ops.convert_to_numpy(generator.predict_on_batch(inputs[begin : begin + batch_size]))
         for begin in range(0, len(inputs), batch_size)

@@ -196,12 +196,13 @@ def main(argv=None):
     args = arguments(argv)
     import h5py
 
-    from examples.gan3d import networks, train
+    from examples.gan3d import data, networks
 
     with h5py.File(args.data) as file:
-        begin = train.training_events(len(file["ECAL"])) if args.part == "test" else 0
-        images = file["ECAL"][begin : begin + args.events].astype("float32")
-        energies = file["target"][begin : begin + args.events, 1].astype("float64")
+        begin, end = data.part_range(len(file["ECAL"]), args.part)
+        rows = slice(begin, min(end, begin + args.events))
+        images = file["ECAL"][rows].astype("float32")
+        energies = file["target"][rows, 1].astype("float64")
     preset = next((p.name for p in networks.PRESETS.values() if p.shape[:3] == images.shape[1:]), None)
     if preset is None:
         raise SystemExit(f"No preset is for images of {images.shape[1:]}, as in {args.data}.")

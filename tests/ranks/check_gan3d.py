@@ -17,6 +17,7 @@ import h5py
 
 import keras_hpc
 from examples.gan3d import checkpoint, networks, train, validate
+from examples.gan3d.data import Batch, Response
 
 RANKS = {"tensorflow": (2,)}
 
@@ -53,13 +54,14 @@ def data(tmp_path_factory):
 
 def gan(preset="mini"):
     keras.utils.set_random_seed(3)
-    return train.Gan(preset, (lambda y: 200 * y, 0.1, 1.0))
+    return train.Gan(preset, Response((0, 0, 0, 0, 2.0), lowest=0.1, highest=1.0))
 
 
 def batch(seed=0):
     images, energies = blobs()
     rows = np.random.default_rng([seed, keras_hpc.rank()]).permutation(len(images))[:BATCH]
-    return images[rows, ..., None] * 100, energies[rows] / 100
+    images, energies = images[rows, ..., None] * 100, energies[rows, None] / 100
+    return Batch(images, energies, images.sum(axis=(1, 2, 3)))
 
 
 def values(model):
@@ -105,16 +107,16 @@ def test_generated_showers_depend_on_energy_and_seed():
     assert (one >= 0).all()
     assert np.array_equal(one, same)
     assert not np.array_equal(one, other)
-    noise = networks.noise_of(np.random.default_rng(1), np.full(50, 0.5))
+    noise = networks.noise_of(np.random.default_rng(1), np.full((50, 1), 0.5))
     assert noise.std() == pytest.approx(0.5, rel=0.05)
 
 
 def test_each_step_trains_one_network(job):
     model = gan()
-    x, y = batch()
+    x, y, sums = batch()
     rng = np.random.default_rng(keras_hpc.rank())
     d, g = values(model.discriminator), values(model.generator)
-    train._train(model.discriminator, x, model._targets(1, y, x.sum(axis=(1, 2, 3, 4)), rng))
+    train._train(model.discriminator, x, model._targets(1, y, sums, rng))
     assert not changed(g, model.generator)
     assert changed(d, model.discriminator) == set(d)  # moving averages of BatchNormalization, too
 
@@ -125,7 +127,7 @@ def test_each_step_trains_one_network(job):
     assert changed(g, model.generator) == set(g)
 
     # The first steps were traced: the discriminator goes on to learn.
-    train._train(model.discriminator, x, model._targets(1, y, x.sum(axis=(1, 2, 3, 4)), rng))
+    train._train(model.discriminator, x, model._targets(1, y, sums, rng))
     assert changed(d, model.discriminator) == set(d)
     keras_hpc.check_replicas(model.combined)
 
@@ -142,9 +144,8 @@ def test_dropout_of_the_frozen_discriminator_goes_on():
 
 def test_losses_are_weighted_as_published(job):
     model = gan()
-    x, y = batch()
-    losses = model.step(x, y, np.random.default_rng(keras_hpc.rank()))
-    assert set(losses) == set(train.COLUMNS) - {"epoch", "step"}
+    losses = model.step(batch(), np.random.default_rng(keras_hpc.rank()))
+    assert list(losses) == train.LOSSES
     assert np.isfinite(list(losses.values())).all()
     for who in "dg":
         parts = (2 * losses[f"{who}_generation"], 0.1 * losses[f"{who}_auxiliary"], 0.1 * losses[f"{who}_ecal"])
@@ -156,32 +157,11 @@ def test_losses_are_weighted_as_published(job):
 
 
 def test_labels_are_flipped_now_and_then():
-    many = np.ones(4000)
+    many = np.ones((4000, 1))
     labels = train.Gan._targets(0, many, many, np.random.default_rng(1))["generation"]
     assert labels.shape == (4000, 1)
     assert labels.mean() == pytest.approx(0.05, abs=0.012)
     assert train.Gan._targets(1, many, many)["generation"].all()
-
-
-def test_load_gives_each_rank_its_own_part(data):
-    parts = [train.load(data, rank, 2) for rank in range(2)]
-    whole = np.concatenate([energies for _, energies in parts])
-    used = len(whole)
-    images, energies = blobs()
-    assert used == 2 * (train.training_events(len(energies)) // 2)
-    np.testing.assert_allclose(whole, energies[:used] / 100, rtol=1e-6)
-    first = images[used // 2]
-    np.testing.assert_allclose(parts[1][0][0, ..., 0], np.where(first < 1e-6, 0, first) * 100, rtol=1e-6)
-    response, low, high = train.response_of(data)
-    np.testing.assert_allclose(response(np.array([0.3, 0.8])), [60, 160], rtol=1e-3)  # but for what is cut
-    assert (low, high) == pytest.approx((energies[:used].min() / 100, energies[:used].max() / 100))
-
-
-def test_load_refuses_showers_without_energy(tmp_path):
-    with h5py.File(tmp_path / "empty.h5", "w") as file:
-        file["ECAL"], file["target"] = np.zeros((4, 13, 13, 13)), np.ones((4, 2))
-    with pytest.raises(ValueError, match="showers with energy"):
-        train.load(tmp_path / "empty.h5", 0, 1)
 
 
 def test_a_resumed_run_is_the_same_run(data, tmp_path_factory):
