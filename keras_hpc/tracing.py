@@ -51,7 +51,7 @@ def finish(job: Job) -> None:
 
 
 def _events(rank: int) -> list[dict[str, Any]]:
-    """This rank's events: a row for steps; for each team, a row for the framework's calls and one for the reductions."""
+    """This rank's events: a row for steps; for each team, one for the framework's calls, one for the reductions."""
     rows = {"steps": 0}
     events = [_event(rank, 0, name, "step", begin, end) for name, begin, end in _steps]
     for name, kind, team, begin, end in _native.take_trace():

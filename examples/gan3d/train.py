@@ -4,8 +4,8 @@
 python -m examples.gan3d.train --data showers.h5 --out results/gan3d
 mpiexec -n 2 python -m examples.gan3d.train --data showers.h5 --out results/gan3d
 
-The folder of --out then holds checkpoint.npz, generator.weights.h5, discriminator.weights.h5, losses.csv with a line for
-each step, and epochs.csv with one for each epoch: its time, and what communication cost.
+The folder of --out then holds checkpoint.npz, generator.weights.h5, discriminator.weights.h5, losses.csv with a line
+for each step, and epochs.csv with one for each epoch: its time, and what communication cost.
 """
 
 import argparse
