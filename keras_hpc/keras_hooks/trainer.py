@@ -152,7 +152,7 @@ def _prepared(model: Any, kind: str, function: Method) -> Method:
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        owner = reference()
+        owner: Any = reference()
         if kind == "train":
             state.mark_moved(owner)
         if not state.was_made_equal(owner) and hasattr(args[-1], "element_spec"):
