@@ -14,16 +14,19 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native examples/c -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-hosts lint format clean
+.PHONY: help demo test gan3d bench bench-hosts lint format clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
 demo: .venv/stamp-demo  ## train a CNN on real digits on 1 rank and on 2; charts go to results/
 	$(BIN)/python -m examples.cnn.demo
 
 test: .venv/stamp-test  ## all tests, ranks started by mpiexec included
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+gan3d: .venv/stamp-demo  ## train the 3DGAN on 1 rank and on 2, three seeds; about 20 minutes; report in results/gan3d
+	$(BIN)/python -m examples.gan3d.study
 
 BENCH := $(BIN)/python -m keras_hpc bench
 PAGE := $(BENCH) page docs/performance/*.json --out docs/performance.md

@@ -10,7 +10,6 @@ for each step, and epochs.csv with one for each epoch: its time, and what commun
 
 import argparse
 import csv
-import itertools
 import time
 from pathlib import Path
 
@@ -37,6 +36,9 @@ def arguments(argv=None):
     parser.add_argument("--batch-size", type=int, help="showers per rank and step (default: the preset's)")
     parser.add_argument("--steps", type=int, help="at most so many steps per epoch, to try things out")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of every rank, not scaled (default: 0.001)")
+    parser.add_argument(
+        "--decay", action="store_true", help="let the rate fall linearly to 0 in --epochs, to end with less noise"
+    )
     for team, name in (("d", "discriminator"), ("g", "generator")):
         parser.add_argument(
             f"--schedule-{team}",
@@ -99,6 +101,11 @@ class Gan:
                 generated.append(_train(self.combined, networks.noise_of(rng, wanted), targets))
         return _mean("d", [real, fake]) | _mean("g", generated)
 
+    def set_rate(self, rate):
+        """Sets both learning rates."""
+        for model in self.models:
+            model.optimizer.learning_rate = rate
+
     def settle(self):
         """Lets pipelined teams apply what is outstanding. Collective."""
         for model in self.models:
@@ -147,8 +154,8 @@ class Table:
             csv.DictWriter(file, self._columns).writerows(rows)
 
 
-def train_epoch(gan, batches, steps, rng, title):
-    """Makes the steps of an epoch. Collective.
+def train_epoch(gan, batches, rates, rng, title):
+    """Makes the steps of an epoch, one for each learning rate. Collective.
 
     Returns:
         losses (steps, columns), means of all ranks, and what the epoch cost: seconds, and the figures of both teams.
@@ -159,12 +166,13 @@ def train_epoch(gan, batches, steps, rng, title):
         report.on_epoch_begin(0)
     begin = time.perf_counter()
     losses = []
-    for step, batch in enumerate(itertools.islice(batches, steps)):
+    for step, (rate, batch) in enumerate(zip(rates, batches, strict=False)):
+        gan.set_rate(rate)
         losses.append(gan.step(batch, rng))
-        if keras_hpc.rank() == 0 and step % max(1, steps // 5) == 0:
+        if keras_hpc.rank() == 0 and step % max(1, len(rates) // 5) == 0:
             seconds = (time.perf_counter() - begin) / (step + 1)
             text = ", ".join(f"{name} {losses[-1][name]:.3f}" for name in ("d_loss", "g_loss"))
-            print(f"{title}, step {step + 1}/{steps}: {text}, {seconds:.3f} s/step", flush=True)
+            print(f"{title}, step {step + 1}/{len(rates)}: {text}, {seconds:.3f} s/step", flush=True)
     gan.settle()
     cost = {"seconds": time.perf_counter() - begin}
     for report in reports:
@@ -191,6 +199,8 @@ def main(argv=None):
         "batch_size": size_of_batch,
         "ranks": size,
         "rate": args.learning_rate,
+        "steps": steps,
+        "decay": args.epochs if args.decay else 0,
     }
     first_epoch = 0
     if args.resume:
@@ -219,7 +229,9 @@ def main(argv=None):
         rng = np.random.default_rng([args.seed, rank, epoch])
         checkpoint.reseed(gan.models, args.seed, rank, epoch)
         title = f"epoch {epoch + 1}/{args.epochs}"
-        losses, cost = train_epoch(gan, showers.epoch(epoch), steps, rng, title)
+        done = (epoch * steps + np.arange(steps)) / (args.epochs * steps)
+        rates = args.learning_rate * (1 - args.decay * done)
+        losses, cost = train_epoch(gan, showers.epoch(epoch), rates, rng, title)
         if rank == 0:
             numbered = enumerate(losses)
             losses_csv.add(dict(zip(COLUMNS, (epoch, step, *line), strict=True)) for step, line in numbered)

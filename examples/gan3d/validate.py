@@ -11,19 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from examples.gan3d import figures, metrics
+from examples.gan3d import figures, metrics, pages
 from examples.gan3d.figures import Sample
 
 # GeV; those of a sample that reaches 200 GeV or less, and those of any other.
 LOW_CENTERS, HIGH_CENTERS = (20, 40, 60, 80), (50, 100, 200, 300, 400, 500)
 FEWEST_SHOWERS = 20  # of a bin that is looked at
 WHOLE = "all energies"
-
-STYLE = """
-body { font-family: sans-serif; margin: 2em; max-width: 1300px }
-img { max-width: 100% } td, th { padding: 0.2em 0.8em; text-align: right; border-bottom: 1px solid #ccc }
-td:first-child, th:first-child { text-align: left } .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1em }
-"""
 
 
 def arguments(argv=None):
@@ -165,31 +159,17 @@ def _page(title, merits, comparisons, sections):
         for what in first
     ]
     parts = [
-        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>",
-        f"<style>{STYLE}</style><h1>{html.escape(title)}</h1>",
         "<h2>Figure of merit</h2><p>0 is perfect. P: moments, Q: profiles, each cell alike, D<sub>w</sub>: profiles, "
         "cells weighted by their energy.</p>",
-        _table(("bin", "P", "Q", "P + Q", "D_w"), merit_rows),
+        pages.table(("bin", "P", "Q", "P + Q", "D_w"), merit_rows),
         "<h2>chi2/ndf / Kolmogorov-Smirnov distance</h2><p>chi2/ndf of about 1: no difference is seen. Showers of one "
         "Monte Carlo would have it; nobody expects it of a network. Probabilities are in "
         "<a href='comparison.csv'>comparison.csv</a>.</p>",
-        _table(("quantity", *comparisons), per_bin).replace("/ nan", ""),
+        pages.table(("quantity", *comparisons), per_bin).replace("/ nan", ""),
     ]
     for heading, names in sections:
-        parts.append(f"<h2>{html.escape(heading)}</h2><div class='pair'>")
-        parts += [
-            f"<figure><a href='{n}'><img src='{n}' alt='{n}' loading='lazy'></a>"
-            f"<figcaption><a href='{n[:-4]}.csv'>numbers</a></figcaption></figure>"
-            for n in names
-        ]
-        parts.append("</div>")
-    return "\n".join([*parts, "</html>\n"])
-
-
-def _table(head, rows):
-    cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    lines = "".join("<tr>" + "".join(f"<td>{html.escape(x)}</td>" for x in row) + "</tr>" for row in rows)
-    return f"<table><tr>{cells}</tr>{lines}</table>"
+        parts += [f"<h2>{html.escape(heading)}</h2>", pages.figures(names)]
+    return pages.document(title, parts)
 
 
 def main(argv=None):

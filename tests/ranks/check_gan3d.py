@@ -76,7 +76,7 @@ def changed(before, model):
     ("preset", "shape", "generator", "discriminator"),
     [
         ("paper", (25, 25, 25, 1), (872_948, 872_808), (73_450, 73_402)),
-        ("mini", (13, 13, 13, 1), (228_560, 228_480), (10_938, 10_890)),
+        ("mini", (13, 13, 13, 1), (565_600, 565_536), (26_850, 26_850)),
     ],
 )
 def test_numbers_of_parameters(preset, shape, generator, discriminator):
@@ -118,12 +118,12 @@ def test_each_step_trains_one_network(job):
     d, g = values(model.discriminator), values(model.generator)
     train._train(model.discriminator, x, model._targets(1, y, sums, rng))
     assert not changed(g, model.generator)
-    assert changed(d, model.discriminator) == set(d)  # moving averages of BatchNormalization, too
+    assert changed(d, model.discriminator) == set(d)
 
     d = values(model.discriminator)
     with networks.frozen(model.discriminator):
         train._train(model.combined, networks.noise_of(rng, y), model._targets(1, y, 200 * y))
-    assert not changed(d, model.discriminator)  # nor its moving averages
+    assert not changed(d, model.discriminator)
     assert changed(g, model.generator) == set(g)
 
     # The first steps were traced: the discriminator goes on to learn.
@@ -132,14 +132,27 @@ def test_each_step_trains_one_network(job):
     keras_hpc.check_replicas(model.combined)
 
 
-def test_dropout_of_the_frozen_discriminator_goes_on():
-    d = networks.discriminator("mini")
-    images = np.random.default_rng(1).random((2, 13, 13, 13, 1)).astype("float32")
+def test_frozen_discriminator_keeps_its_statistics_and_drops_out():
+    d = networks.discriminator("paper")
+    images = np.random.default_rng(1).random((2, 25, 25, 25, 1)).astype("float32")
+    before = values(d)
     with networks.frozen(d):
         one, two = (np.array(d(images, training=True)["auxiliary"]) for _ in range(2))
     assert not np.array_equal(one, two)
+    assert not changed(before, d)
     assert d.trainable
     assert len(d.trainable_variables) == 18
+    d(images, training=True)
+    assert {path.rpartition("/")[2] for path in changed(before, d)} == {"moving_mean", "moving_variance"}
+
+
+def test_paper_preset_makes_a_step(job):
+    model = gan("paper")
+    images = np.random.default_rng(keras_hpc.rank()).random((1, 25, 25, 25, 1)).astype("float32")
+    g = values(model.generator)
+    losses = model.step(Batch(images, np.full((1, 1), 0.5), images.sum(axis=(1, 2, 3))), np.random.default_rng(1))
+    assert np.isfinite(list(losses.values())).all()
+    assert changed(g, model.generator) == set(g)
 
 
 def test_losses_are_weighted_as_published(job):
