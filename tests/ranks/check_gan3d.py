@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 pytest.importorskip("h5py")
-pytest.importorskip("matplotlib")
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import h5py
 
 import keras_hpc
-from examples.gan3d import checkpoint, networks, train, validate
+from examples.gan3d import checkpoint, networks, train
 from examples.gan3d.data import Batch, Response
 
 RANKS = {"tensorflow": (2,)}
@@ -210,13 +209,3 @@ def shared_folder(tmp_path_factory):
     folder = runtime.job().teams[0].allgather_object(mine)[0]
     keras_hpc.finalize()
     return Path(folder)
-
-
-def test_validation_of_saved_weights(data, tmp_path):
-    networks.generator("mini").save_weights(tmp_path / "generator.weights.h5")
-    networks.discriminator("mini").save_weights(tmp_path / "discriminator.weights.h5")
-    options = ["--generator", tmp_path / "generator.weights.h5", "--data", data, "--part", "all"]
-    options += ["--discriminator", tmp_path / "discriminator.weights.h5", "--out", tmp_path / "report"]
-    merits = validate.main([str(option) for option in options])
-    assert merits["all energies"].total > 0
-    assert (tmp_path / "report" / "discriminator.png").exists()
