@@ -1,21 +1,49 @@
 """Runs every tests/ranks/check_*.py on several ranks and both backends.
 
 A check file may say by module constants what it is run with, `RANKS = {"tensorflow": (1, 2), "jax": (3,)}`,
-`TIMEOUT = 300`, and may set `ENV = {"NAME": "value"}` for its ranks. `pytest --all-ranks` runs each on 1 to 4 ranks.
+`TIMEOUT = 300`, and may set `ENV = {"NAME": "value"}` for its ranks. Files that are run alike share a job, because half
+of a short one is starting frameworks, unless they say `ALONE = True`. `pytest --all-ranks` runs each on 1 to 4 ranks.
 """
 
 import ast
+import functools
+import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-CHECKS = sorted((Path(__file__).parent / "ranks").glob("check_*.py"))
+FOLDER = Path(__file__).parent / "ranks"
+CHECKS = sorted(FOLDER.glob("check_*.py"))
 # Every rank starts a framework, on what may be 2 cores: more ranks where they can find something more.
-DEFAULTS: dict[str, Any] = {"RANKS": {"tensorflow": (2,), "jax": (2,)}, "TIMEOUT": 300, "ENV": {}}
+DEFAULTS: dict[str, Any] = {
+    "RANKS": {"tensorflow": (2,), "jax": (2,)},
+    "TIMEOUT": 300,
+    "ENV": {},
+    "ALONE": False,
+}
 
 
+@dataclass(frozen=True)
+class Kind:
+    """How a job is run. Check files of one kind share a job.
+
+    Attributes:
+        backend: of Keras.
+        n: ranks.
+        env: what is set for them, names and values.
+        alone: the file that shares with none.
+    """
+
+    backend: str
+    n: int
+    env: tuple[tuple[str, str], ...]
+    alone: str
+
+
+@functools.cache
 def _settings(path: Path) -> dict[str, Any]:
     """Module constants of a check file, read without importing it: it may start MPI."""
     found = dict(DEFAULTS)
@@ -35,21 +63,41 @@ def pytest_generate_tests(metafunc):
         settings = _settings(path)
         for backend, counts in settings["RANKS"].items():
             for n in (1, 2, 3, 4) if metafunc.config.getoption("all_ranks") else counts:
-                cases.append(
-                    pytest.param(path, settings, n, backend, id=f"{path.stem.removeprefix('check_')}-{backend}-{n}")
-                )
-    metafunc.parametrize(("path", "settings", "n", "backend"), cases)
+                kind = Kind(backend, n, tuple(settings["ENV"].items()), path.stem if settings["ALONE"] else "")
+                cases.append(pytest.param(path, kind, id=f"{path.stem.removeprefix('check_')}-{backend}-{n}"))
+    metafunc.parametrize(("path", "kind"), cases)
+
+
+@pytest.fixture(scope="module")
+def jobs() -> dict[Kind, tuple[list[str], str]]:
+    """What the jobs so far have said: of each kind the ranks' logs, and what was amiss with the job, or nothing."""
+    return {}
+
+
+def _run(kind, paths, run_ranks, folder):
+    """Runs check files in one job. Returns the ranks' logs, and what was amiss."""
+    limit = sum(_settings(path)["TIMEOUT"] for path in paths)
+    args = [FOLDER / "run_check.py", max(_settings(path)["TIMEOUT"] for path in paths) - 10, folder, *paths]
+    amiss = ""
+    try:
+        run_ranks(kind.n, args, timeout=limit, backend=kind.backend, env=dict(kind.env))
+    except pytest.fail.Exception as failure:
+        amiss = str(failure)
+    return [log.read_text(errors="replace") for log in sorted(folder.glob("rank*.txt"))], amiss
 
 
 @pytest.mark.mpi
-def test_check(path, settings, n, backend, run_ranks, tmp_path):
-    limit = settings["TIMEOUT"]
-    args = [path.parent / "run_check.py", path, limit - 10, tmp_path]
-    try:
-        run_ranks(n, args, timeout=limit, backend=backend, env=settings["ENV"])
-    except pytest.fail.Exception:
-        for log in sorted(tmp_path.glob("rank*.txt")):
-            sys.stdout.write(f"---- {log.name}\n{log.read_text(errors='replace')[-6000:]}\n")
-        raise
-    for log in tmp_path.glob("rank*.txt"):
-        assert " passed" in log.read_text(errors="replace"), f"{log.name} ran no test"
+def test_check(path, kind, jobs, run_ranks, tmp_path, request):
+    if kind not in jobs:
+        others = (item.callspec.params for item in request.session.items if item.path == request.path)
+        paths = [params["path"] for params in others if params["kind"] == kind]
+        jobs[kind] = _run(kind, paths, run_ranks, tmp_path)
+    logs, amiss = jobs[kind]
+    results = [re.findall(rf"{path.name}::.* (PASSED|FAILED|ERROR)", log) for log in logs]
+    failed = any({"FAILED", "ERROR"} & set(found) for found in results)
+    whole = len(logs) == kind.n and all("PASSED" in found for found in results)
+    if amiss and (failed or not whole or not any(" FAILED" in log or " ERROR" in log for log in logs)):
+        for rank, log in enumerate(logs):
+            sys.stdout.write(f"---- rank {rank}\n{log[-6000:]}\n")
+        pytest.fail(amiss, pytrace=False)
+    assert whole, "a rank ran no test"

@@ -37,7 +37,7 @@ def arguments(argv=None):
     parser.add_argument("--steps", type=int, help="at most so many steps per epoch, to try things out")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of every rank, not scaled (default: 0.001)")
     parser.add_argument(
-        "--decay", action="store_true", help="let the rate fall linearly to 0 in --epochs, to end with less noise"
+        "--decay", action="store_true", help="let the rate fall linearly to 0 in the second half of --epochs"
     )
     for team, name in (("d", "discriminator"), ("g", "generator")):
         parser.add_argument(
@@ -229,8 +229,8 @@ def main(argv=None):
         rng = np.random.default_rng([args.seed, rank, epoch])
         checkpoint.reseed(gan.models, args.seed, rank, epoch)
         title = f"epoch {epoch + 1}/{args.epochs}"
-        done = (epoch * steps + np.arange(steps)) / (args.epochs * steps)
-        rates = args.learning_rate * (1 - args.decay * done)
+        left = 1 - (epoch * steps + np.arange(steps)) / (args.epochs * steps)  # of the training
+        rates = args.learning_rate * (np.minimum(1, 2 * left) if args.decay else np.ones(steps))
         losses, cost = train_epoch(gan, showers.epoch(epoch), rates, rng, title)
         if rank == 0:
             numbered = enumerate(losses)

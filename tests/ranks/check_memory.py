@@ -8,6 +8,7 @@ import pytest
 import keras_hpc
 
 RANKS = {"jax": (2,)}
+ALONE = True
 
 
 @pytest.fixture(scope="module", autouse=True)
