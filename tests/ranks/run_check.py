@@ -1,7 +1,7 @@
 """What each rank of a check runs: `mpiexec -n N python tests/ranks/run_check.py SECONDS FOLDER check_x.py ...`.
 
-Becomes `python -m mpi4py -m pytest -x check_x.py ...`: under `-m mpi4py` a rank that fails aborts the job, and `-x` keeps
-it from communicating after its first failure. Each rank writes to a file of its own in FOLDER.
+Becomes `python -m mpi4py -m pytest -x check_x.py ...`: under `-m mpi4py` a rank that fails aborts the job, and `-x`
+keeps it from communicating after its first failure. Each rank writes to a file of its own in FOLDER.
 """
 
 import os
