@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from keras_hpc import backends
-from keras_hpc.errors import ReplicaMismatchError
 from keras_hpc.plans import TensorSpec
 from keras_hpc.teams import team_number
 
@@ -158,25 +156,12 @@ def check_replicas(model: Any, team: int = 0) -> None:
     Raises:
         ReplicaMismatchError: on all ranks, naming the first variable that differs, and the ranks.
     """
-    from keras_hpc.keras_hooks import state
+    from keras_hpc.keras_hooks import replicas, state
 
     members = team_number(team)
     variables = state.replicated_variables(model)
     state.check_same(members, variables)
-    to_numpy = backends.current().to_numpy
-    hashes = np.empty((1, len(variables), 16), dtype=np.uint8)
-    for i, variable in enumerate(variables):
-        content = np.ascontiguousarray(to_numpy(variable)).reshape(-1).view(np.uint8)
-        hashes[0, i] = np.frombuffer(hashlib.blake2b(content.data, digest_size=16).digest(), dtype=np.uint8)
-    everyone = members.allgather(hashes)
-    for i, variable in enumerate(variables):
-        values, inverse, counts = np.unique(everyone[:, i], axis=0, return_inverse=True, return_counts=True)
-        if len(values) > 1:
-            odd = np.flatnonzero(inverse.reshape(-1) != np.argmax(counts)).tolist()
-            raise ReplicaMismatchError(
-                f"The replicas differ: variable {variable.path!r} holds other values on rank "
-                f"{', '.join(map(str, odd))} than on the other{'s' * (members.size - len(odd) > 1)}."
-            )
+    replicas.compare(members, variables, [variable.value for variable in variables])
 
 
 def _variables(x: Any) -> list[Any]:

@@ -39,6 +39,7 @@ class Job:
         shard: whether data sets are shared out among ranks.
         batch: whether `batch_size` means one rank's batch ("local") or the batch of all ranks together ("global").
         timeout_seconds: limit of every wait for other ranks.
+        check_replicas_every: so many steps of a model; None: never.
         delayed: whether a team is pipelined: then one rank alone has something to do, too.
     """
 
@@ -54,6 +55,7 @@ class Job:
     shard: bool
     batch: Literal["local", "global"]
     timeout_seconds: float
+    check_replicas_every: int | None
     delayed: bool = False
 
 
@@ -67,6 +69,7 @@ def init(
     wire_dtype: Literal["float16", "bfloat16"] | None = None,
     timeout_seconds: float = 300.0,
     stall_seconds: float = 30.0,
+    check_replicas_every: int | None = None,
     trace: str | None = None,
 ) -> None:
     """Makes this Keras script one rank of a data-parallel job. Collective.
@@ -88,6 +91,9 @@ def init(
             and no values beyond 65,504. None: they travel as they are.
         timeout_seconds: a wait for other ranks that takes longer ends the job with a report.
         stall_seconds: a wait that takes longer is reported on stderr.
+        check_replicas_every: compare weights and optimizer state of the ranks, bit for bit, after every so many steps
+            of a model, as `check_replicas` does: memory that fails shows within these steps, not in the result. A
+            comparison reads all of them once, half a second for a gigabyte.
         trace: path of a JSON file to which `finalize` writes what was communicated when (Chrome and Perfetto show it).
 
     Raises:
@@ -98,7 +104,7 @@ def init(
     global _job
     if _job is not None:
         raise RuntimeError("keras_hpc.init() was called twice. Call it once per process, or finalize() in between.")
-    _check_arguments(teams, threads_per_team, batch, wire_dtype, timeout_seconds, stall_seconds)
+    _check_arguments(teams, threads_per_team, batch, wire_dtype, timeout_seconds, stall_seconds, check_replicas_every)
     from keras_hpc import backends, keras_hooks
 
     backend = backends.current()
@@ -123,6 +129,7 @@ def init(
         shard=shard,
         batch=batch,
         timeout_seconds=timeout_seconds,
+        check_replicas_every=check_replicas_every,
     )
     for index in range(teams):
         job.teams.append(make_team(world, index, threads, timeout_seconds, stall_seconds))
@@ -134,6 +141,7 @@ def init(
             f"shard={shard}",
             f"batch={batch}",
             f"wire_dtype={wire_dtype}",
+            f"check_replicas_every={check_replicas_every}",
             f"threads={threads}",
             f"backend={backend.__name__}",
         ],
@@ -255,7 +263,7 @@ def _show_notices() -> None:
 
 
 def _check_arguments(
-    teams: Any, threads: Any, batch: Any, wire_dtype: Any, timeout_seconds: Any, stall_seconds: Any
+    teams: Any, threads: Any, batch: Any, wire_dtype: Any, timeout_seconds: Any, stall_seconds: Any, check_every: Any
 ) -> None:
     if not isinstance(teams, int) or teams < 1:
         raise ValueError(f"`teams` is the number of teams. Expected an integer >= 1. Received: teams={teams!r}")
@@ -272,3 +280,8 @@ def _check_arguments(
     for name, value in (("timeout_seconds", timeout_seconds), ("stall_seconds", stall_seconds)):
         if not isinstance(value, (int, float)) or not value > 0:
             raise ValueError(f"`{name}` is a time. Expected a number of seconds > 0. Received: {name}={value!r}")
+    if check_every is not None and (not isinstance(check_every, int) or check_every < 1):
+        raise ValueError(
+            "`check_replicas_every` is a number of steps. Expected None or an integer >= 1. "
+            f"Received: check_replicas_every={check_every!r}"
+        )

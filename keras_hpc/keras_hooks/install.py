@@ -7,7 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_hpc import report
-from keras_hpc.keras_hooks import callbacks, compat, data, losses, metrics, optimizer, pipeline, scope, state, trainer
+from keras_hpc.keras_hooks import (
+    callbacks,
+    compat,
+    data,
+    losses,
+    metrics,
+    optimizer,
+    pipeline,
+    replicas,
+    scope,
+    state,
+    trainer,
+)
 
 _MISSING = object()
 
@@ -66,6 +78,7 @@ def uninstall() -> None:
     _patcher.restore()
     trainer.forget()
     pipeline.forget()
+    replicas.forget()
     report.forget()
     state.forget()
     scope.forget()

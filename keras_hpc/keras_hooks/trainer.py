@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from keras_hpc import report, runtime, tracing
-from keras_hpc.keras_hooks import callbacks, compat, pipeline, scope, state, steps
+from keras_hpc.keras_hooks import callbacks, compat, pipeline, replicas, scope, state, steps
 
 Method = Callable[..., Any]
 
@@ -162,6 +162,7 @@ def _prepared(model: Any, kind: str, function: Method) -> Method:
             results = function(*args)
         if kind == "train":
             report.after_step()
+            replicas.after_step(owner, results)
         return results
 
     return run

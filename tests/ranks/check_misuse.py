@@ -40,6 +40,7 @@ def test_bad_arguments_of_init():
         ({"threads_per_team": -1}, "threads_per_team"),
         ({"batch": "globl"}, "batch"),
         ({"timeout_seconds": 0}, "timeout_seconds"),
+        ({"check_replicas_every": 0}, "check_replicas_every"),
     ):
         with pytest.raises(ValueError, match=name):
             keras_hpc.init(**arguments)

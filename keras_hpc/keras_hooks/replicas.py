@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the ranks' replicas of a model, bit for bit: a flipped bit, or a bug, makes them differ."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_hpc import backends, runtime, teams
+from keras_hpc.errors import ReplicaMismatchError
+from keras_hpc.keras_hooks import state
+
+_DIGEST_BYTES = 20
+_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # that a model has made
+
+
+def forget() -> None:
+    """Forgets every model."""
+    _steps.clear()
+
+
+def compare(team: Any, variables: Sequence[Any], values: Sequence[Any], when: str = "") -> None:
+    """Raises on all ranks if values differ between them, naming the first variable. Collective on the team.
+
+    Args:
+        team: whose ranks compare.
+        variables: as many and of the same shapes on every rank.
+        values: theirs, tensors of the backend.
+        when: for the message.
+
+    Raises:
+        ReplicaMismatchError: they differ.
+    """
+    to_numpy = backends.current().to_numpy
+    digests = np.empty((1, len(variables), _DIGEST_BYTES), dtype=np.uint8)
+    for i, value in enumerate(values):
+        content = np.ascontiguousarray(to_numpy(value)).reshape(-1).view(np.uint8)
+        # SHA-1: no secret is kept with it, and processors have instructions for it.
+        digests[0, i] = np.frombuffer(hashlib.sha1(content.data, usedforsecurity=False).digest(), dtype=np.uint8)
+    everyone = team.allgather(digests)
+    for i, variable in enumerate(variables):
+        found, inverse, counts = np.unique(everyone[:, i], axis=0, return_inverse=True, return_counts=True)
+        if len(found) > 1:
+            odd = np.flatnonzero(inverse.reshape(-1) != np.argmax(counts)).tolist()
+            raise ReplicaMismatchError(
+                f"The replicas differ{when}: variable {variable.path!r} holds other values on rank "
+                f"{', '.join(map(str, odd))} than on the other{'s' * (team.size - len(odd) > 1)}."
+            )
+
+
+def after_step(model: Any, results: Any) -> None:
+    """Compares the replicas of a model every so many of its steps, if `init` was told so. Collective on its team.
+
+    Statistics that each rank takes from its own data are left out: they become alike at the end of an epoch.
+
+    Args:
+        model: the model.
+        results: of its train function; on JAX, they hold the state.
+    """
+    every = runtime.job().check_replicas_every
+    if every is None:
+        return
+    before = _steps.get(model, 0)
+    _steps[model] = now = before + model.steps_per_execution
+    if before // every == now // every:
+        return
+    own = set(map(id, state.per_rank_state(model)))
+    wanted = [variable for variable in state.replicated_variables(model) if id(variable) not in own]
+    held = _values_in(model, results)
+    # The optimizer of another model may be among its attributes: what a step does not move, is what it was.
+    values = {id(variable): held.get(id(variable), variable._value) for variable in wanted}
+    known = [variable for variable in wanted if values[id(variable)] is not None]
+    compare(teams.team_of(model), known, [values[id(variable)] for variable in known], f" after step {now}")
+
+
+def _values_in(model: Any, results: Any) -> dict[int, Any]:
+    """Returns the values of variables that are not in them: on JAX, steps hand their state on."""
+    if keras.backend.backend() != "jax":
+        return {}
+    trainable, non_trainable, optimizer, _ = results[1]
+    variables = [*model.trainable_variables, *model.non_trainable_variables, *model.optimizer.variables]
+    return {id(v): value for v, value in zip(variables, [*trainable, *non_trainable, *optimizer], strict=True)}
