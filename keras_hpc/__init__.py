@@ -64,14 +64,16 @@ __all__ = [
     "local_size",
     "node",
     "node_count",
+    "optimizers",
     "rank",
+    "schedules",
     "size",
 ]
 
 if not _typing.TYPE_CHECKING:
 
     def __getattr__(name: str):
-        """Imports `callbacks` when it is asked for: it needs Keras, and `python -m keras_hpc bench` does not."""
-        if name == "callbacks":
-            return _importlib.import_module("keras_hpc.callbacks")
+        """Imports these when they are asked for: they need Keras, and `python -m keras_hpc bench` does not."""
+        if name in ("callbacks", "optimizers", "schedules"):
+            return _importlib.import_module(f"keras_hpc.{name}")
         raise AttributeError(f"module 'keras_hpc' has no attribute {name!r}")

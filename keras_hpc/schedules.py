@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning rates for large batches: warm-up with polynomial decay, and how a rate grows with the number of ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_hpc import runtime
+
+
+@keras.saving.register_keras_serializable(package="keras_hpc")
+class WarmupPolynomial(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
+    """Rises linearly to a peak, then falls as a polynomial to a floor, and stays there.
+
+    For step s of S, with w steps of warm-up,
+
+        s < w:   initial + (peak - initial) s / w
+        else:    (peak - end) (1 - (s - w) / (S - w))^power + end
+
+    The polynomial of degree 2 is the one that LARS was published with (arXiv:1708.03888). It ends at a floor, because
+    the last epochs of one that ends at 0 train nothing.
+
+    Args:
+        peak_learning_rate: reached after the warm-up.
+        total_steps: S, all steps of the training, the warm-up included.
+        warmup_steps: w.
+        initial_learning_rate: at step 0, if there is a warm-up.
+        end_learning_rate: the floor. None: a thousandth of the peak.
+        power: degree of the polynomial.
+
+    Raises:
+        ValueError: unless 0 <= warmup_steps < total_steps, and rates and power are not negative.
+    """
+
+    def __init__(
+        self,
+        peak_learning_rate: float,
+        total_steps: int,
+        warmup_steps: int = 0,
+        initial_learning_rate: float = 0.0,
+        end_learning_rate: float | None = None,
+        power: float = 2.0,
+    ) -> None:
+        super().__init__()
+        if not 0 <= warmup_steps < total_steps:
+            raise ValueError(
+                "The warm-up is a part of the training. Expected 0 <= warmup_steps < total_steps. "
+                f"Received: warmup_steps={warmup_steps}, total_steps={total_steps}"
+            )
+        end = peak_learning_rate / 1000 if end_learning_rate is None else end_learning_rate
+        if min(peak_learning_rate, initial_learning_rate, end, power) < 0:
+            raise ValueError(
+                "Expected rates and a power that are not negative. "
+                f"Received: peak_learning_rate={peak_learning_rate}, initial_learning_rate={initial_learning_rate}, "
+                f"end_learning_rate={end}, power={power}"
+            )
+        self.peak_learning_rate = peak_learning_rate
+        self.total_steps = total_steps
+        self.warmup_steps = warmup_steps
+        self.initial_learning_rate = initial_learning_rate
+        self.end_learning_rate = end
+        self.power = power
+
+    def __call__(self, step: Any) -> Any:
+        """Returns the rate of a step, a scalar of float32."""
+        step = ops.cast(step, "float32")
+        risen = ops.minimum(step / max(self.warmup_steps, 1), 1.0)
+        up = self.initial_learning_rate + (self.peak_learning_rate - self.initial_learning_rate) * risen
+        fallen = ops.clip((step - self.warmup_steps) / (self.total_steps - self.warmup_steps), 0.0, 1.0)
+        down = (self.peak_learning_rate - self.end_learning_rate) * (1 - fallen) ** self.power + self.end_learning_rate
+        return ops.where(step < self.warmup_steps, up, down)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns what the schedule is made from."""
+        names = (
+            "peak_learning_rate",
+            "total_steps",
+            "warmup_steps",
+            "initial_learning_rate",
+            "end_learning_rate",
+            "power",
+        )
+        return {name: getattr(self, name) for name in names}
+
+
+def linear_scaling(learning_rate: float, factor: float | None = None) -> float:
+    """Returns the rate for a batch that is `factor` times as large: as many times the rate (Goyal et al., 2017).
+
+    Args:
+        learning_rate: that works for one rank.
+        factor: None: `keras_hpc.size()`, and 1 before `init()`.
+    """
+    return learning_rate * _factor(factor)
+
+
+def square_root_scaling(learning_rate: float, factor: float | None = None) -> float:
+    """Returns the rate for a batch that is `factor` times as large, so that noise stays alike (Krizhevsky, 2014).
+
+    Args:
+        learning_rate: that works for one rank.
+        factor: None: `keras_hpc.size()`, and 1 before `init()`.
+    """
+    return learning_rate * math.sqrt(_factor(factor))
+
+
+def _factor(factor: float | None) -> float:
+    if factor is None:
+        return runtime.size() if runtime.is_initialized() else 1
+    if factor <= 0:
+        raise ValueError(f"The batch grows by a factor. Expected a positive number. Received: factor={factor}")
+    return factor
