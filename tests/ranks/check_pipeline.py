@@ -91,8 +91,8 @@ def fit(model, epochs=2, **kwargs):
 
 def check(model, reference):
     w, b = model.get_weights()
-    np.testing.assert_allclose(w, reference.w, rtol=2e-6, atol=2e-6)
-    np.testing.assert_allclose(b, reference.b, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(w, reference.w, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(b, reference.b, rtol=1e-6, atol=1e-6)
     assert int(model.optimizer.iterations) == reference.updates
     keras_hpc.check_replicas(model)
 
@@ -194,8 +194,8 @@ def test_drained_before_validation_and_checkpoints(tmp_path):
 
 def check_weights(model, reference):
     w, b = model.get_weights()
-    np.testing.assert_allclose(w, reference.w, rtol=2e-6, atol=2e-6)
-    np.testing.assert_allclose(b, reference.b, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(w, reference.w, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(b, reference.b, rtol=1e-6, atol=1e-6)
 
 
 def test_the_root_alone_saves_what_draining_would_leave(tmp_path):
