@@ -36,6 +36,7 @@ REQUIRED = {
     f"{_LOSS_SCALE}.apply": VERSIONS,
     f"{_LOSS_SCALE}.stateless_apply": VERSIONS,
     f"{_LOSS_SCALE}.check_finite": VERSIONS,
+    "keras.src.layers.normalization.batch_normalization:BatchNormalization._moments": VERSIONS,
     f"{_TRAINER}._get_metrics_result_or_logs": VERSIONS,
     f"{_TRAINER}._resolve_auto_jit_compile": VERSIONS,
     f"{_TRAINER}._symbolic_build": VERSIONS,

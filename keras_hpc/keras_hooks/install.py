@@ -13,6 +13,7 @@ from keras_hpc.keras_hooks import (
     data,
     losses,
     metrics,
+    normalization,
     optimizer,
     pipeline,
     replicas,
@@ -66,7 +67,7 @@ def install(job: Any) -> None:
     """
     compat.check()
     try:
-        for part in (state, losses, optimizer, pipeline, trainer, metrics, callbacks, data):
+        for part in (state, losses, normalization, optimizer, pipeline, trainer, metrics, callbacks, data):
             part.install(job, _patcher)
     except BaseException:  # whatever it was, Keras must not stay half changed; raised again
         uninstall()

@@ -64,13 +64,9 @@ def check_exact(model: Any) -> None:
     Raises:
         ValueError: with `batch="global"`, which promises the result of one rank.
     """
-    inexact = [
-        f"layer `{layer.name}` normalizes over this rank's batch alone although `synchronized=True`"
-        for layer in model._flatten_layers()
-        if getattr(layer, "synchronized", False)
-    ]
+    inexact = []
     if not compat.activity_loss_is_per_sample():
-        inexact += [
+        inexact = [
             f"layer `{layer.name}` has an `activity_regularizer`, which Keras {keras.__version__} sums over the batch"
             for layer in model._flatten_layers()
             if getattr(layer, "activity_regularizer", None) is not None

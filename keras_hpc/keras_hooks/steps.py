@@ -2,7 +2,8 @@
 """Wraps a model's `train_step` and `test_step`, so that they know how many samples this rank holds, which may be none.
 
 The gradients of a rank count in proportion to its samples. A rank without samples runs the step on one sample of zeros
-with weight 0: it takes part in every exchange, contributes nothing, and forgets what the sample did to its own state.
+with weight 0: it takes part in every exchange, contributes nothing, and forgets what the sample did to its own state,
+but not what the other ranks' samples did to statistics that all share.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import keras
 
-from keras_hpc.keras_hooks import scope
+from keras_hpc.keras_hooks import normalization, scope
 
 StepFunction = Callable[..., Any]
 
@@ -60,8 +61,12 @@ def _jax_step(step: StepFunction, described: Callable[[Any], scope.Step]) -> Ste
             return logs, new_state
         if len(state) == 3:  # test_step: trainable, non-trainable, metrics
             return logs, state
-        trainable, _, optimizer, _ = new_state
-        return logs, (trainable, state[1], optimizer, state[3])
+        trainable, non_trainable, optimizer, _ = new_state
+        model = described(count).model
+        shared = set(map(id, normalization.shared_statistics(model)))
+        variables = zip(model.non_trainable_variables, non_trainable, state[1], strict=True)
+        kept = [new if id(variable) in shared else old for variable, new, old in variables]
+        return logs, (trainable, kept, optimizer, state[3])
 
     return counted
 
@@ -83,7 +88,8 @@ def _guarded_step(step: StepFunction, described: Callable[[Any], scope.Step]) ->
             return rows
 
         model = described(count).model
-        variables = [*model.non_trainable_variables, *model.metrics_variables]
+        shared = set(map(id, normalization.shared_statistics(model)))
+        variables = [*(v for v in model.non_trainable_variables if id(v) not in shared), *model.metrics_variables]
         before = [tf.identity(variable.value) for variable in variables]
         with scope.running_step(described(count)):
             logs = step(keras.tree.map_structure(filled, data))

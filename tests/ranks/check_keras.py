@@ -187,17 +187,6 @@ def test_xla_is_turned_off(caplog):
     assert model.jit_compile is False
 
 
-@sharded()
-@several_ranks
-@tensorflow_only
-def test_synchronized_normalization_is_refused_with_global_batches(running):
-    layers = [keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(3)]
-    model = keras.Sequential([keras.Input((6,)), *layers])
-    model.compile(optimizer="sgd", loss="mse")
-    with pytest.raises(ValueError, match="synchronized"):
-        model.fit(np.zeros((8, 6)), np.zeros((8, 3)), verbose=0)
-
-
 def test_local_training_is_alone():
     x, y = data()
     model = dense()

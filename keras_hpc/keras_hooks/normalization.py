@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes `BatchNormalization(synchronized=True)` normalize over the batches of all ranks, on every backend.
+
+Rank r has n_r values of each channel, with mean m_r and variance v_r. Together they have
+
+    mean     = sum n_r m_r / n
+    variance = sum n_r (v_r + m_r^2) / n - mean^2
+
+where the means are taken relative to the moving mean, the same on all ranks, so that little cancels. That is one
+reduction of 2 C + 1 numbers forward, and one backward: a rank's loss depends on the other ranks' inputs now, and what
+all losses together owe to the input of rank r is, in the weights w_r with which gradients are averaged,
+
+    sum over q of w_q dL_q / w_r
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_hpc import backends, teams
+from keras_hpc.keras_hooks import scope
+from keras_hpc.plans import TensorSpec
+
+
+def install(job: Any, patcher: Any) -> None:
+    """Hooks the method that computes a layer's moments of a batch, and the check that Keras makes of the argument."""
+    patcher.patch(keras.layers.BatchNormalization, "__init__", _on_every_backend)
+    patcher.patch(keras.layers.BatchNormalization, "_moments", _together)
+
+
+def is_synchronized(layer: Any) -> bool:
+    """Returns whether a layer normalizes over the batches of all ranks."""
+    return isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
+
+
+def shared_statistics(model: Any) -> list[Any]:
+    """Returns the moving statistics that the synchronized layers of a model keep, the same on all ranks."""
+    layers = [layer for layer in model._flatten_layers() if is_synchronized(layer)]
+    return [variable for layer in layers for variable in layer.non_trainable_variables]
+
+
+def _on_every_backend(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        synchronized = bound.arguments.pop("synchronized", False)  # which Keras refuses but on TensorFlow
+        original(*bound.args, **bound.kwargs)
+        self.synchronized = synchronized
+
+    __init__.__signature__ = signature  # type: ignore[attr-defined]  # which Keras reads, but not through wrappers
+    return __init__
+
+
+def _together(original: Any) -> Any:
+    @functools.wraps(original)
+    def _moments(self: Any, inputs: Any, mask: Any) -> Any:
+        if not self.synchronized:
+            return original(self, inputs, mask)
+        self.synchronized = False  # Keras knows it on TensorFlow only, with tf.distribute
+        try:
+            mean, variance = original(self, inputs, mask)
+        finally:
+            self.synchronized = True
+        if not scope.active() or isinstance(inputs, keras.KerasTensor):
+            return mean, variance
+        return _combine(self, mean, variance, _count(self, inputs, mask))
+
+    return _moments
+
+
+def _count(layer: Any, inputs: Any, mask: Any) -> Any:
+    """Returns how many values of each channel this rank has, a scalar of float32; 0 if its batch stands for none."""
+    if mask is None:
+        sizes = [ops.shape(inputs)[axis] for axis in layer._reduction_axes]
+        count = functools.reduce(ops.multiply, [ops.cast(size, "float32") for size in sizes])
+    else:
+        count = ops.sum(ops.cast(ops.broadcast_to(mask, ops.shape(inputs)[:-1]), "float32"))
+    samples = _samples()
+    return count if samples is None else ops.where(samples > 0, count, 0.0)
+
+
+def _samples() -> Any:
+    """Returns the weight of this rank's gradients, a scalar; None if all ranks weigh alike."""
+    step = scope.step()
+    return None if step is None or step.count is None else ops.cast(step.count, "float32")
+
+
+def _combine(layer: Any, mean: Any, variance: Any, count: Any) -> tuple[Any, Any]:
+    step = scope.step()
+    team = teams.team_of(layer if step is None else step.model)
+    size = int(mean.shape[0])
+    origin = ops.stop_gradient(ops.cast(layer.moving_mean, mean.dtype))
+    distance = mean - origin
+    parts = [count * distance, count * (variance + ops.square(distance)), ops.reshape(count, (1,))]
+    # A rank that has no values has a mean of nothing.
+    packed = ops.where(count > 0, ops.concatenate(parts), ops.zeros((2 * size + 1,), mean.dtype))
+    samples = _samples()
+    weight = ops.ones((), "float32") if samples is None else samples
+    total = _sum(team, scope.key_of(layer, "layer"), packed, weight)
+    number = ops.maximum(total[-1], 1e-12)
+    shift = total[:size] / number
+    return origin + shift, ops.maximum(total[size:-1] / number - ops.square(shift), 0.0)
+
+
+def _sum(team: Any, key: str, numbers: Any, weight: Any) -> Any:
+    """Returns the sum of vectors over all ranks, with its gradient. Collective, forward and backward."""
+    specs = [TensorSpec("moments", tuple(numbers.shape), "float32")]
+    forward, backward = (
+        team.plan(f"{key}/{way}", specs, op="sum", weighted=False) for way in ("moments", "moments' gradient")
+    )
+    reduce = backends.current().reduce
+
+    @ops.custom_gradient  # type: ignore[untyped-decorator]
+    def summed(numbers: Any, weight: Any) -> Any:
+        def gradient(*arguments: Any, upstream: Any = None) -> Any:
+            (upstream,) = arguments or (upstream,)
+            (owed,) = reduce(backward, [upstream * weight])
+            return ops.where(weight > 0, owed / ops.maximum(weight, 1e-12), 0.0), ops.zeros_like(weight)
+
+        return reduce(forward, [numbers])[0], gradient
+
+    return summed(numbers, weight)

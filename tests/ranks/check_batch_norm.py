@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`BatchNormalization(synchronized=True)`: N ranks compute what one rank computes on the whole batch."""
+
+import keras
+import numpy as np
+import pytest
+from keras_cases import BATCH, assert_like_one_rank, data, values
+
+import keras_hpc
+
+RANKS = {"tensorflow": (3,), "jax": (2,)}
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _job():
+    keras_hpc.init(batch="global", check_replicas_every=4)
+    yield
+    keras_hpc.finalize()
+
+
+def norm(**options):
+    return keras.layers.BatchNormalization(synchronized=True, momentum=0.7, **options)
+
+
+def vectors():
+    inputs = keras.Input((6,))
+    x = keras.layers.Dense(8)(inputs)
+    # Branches, whose reductions depend on no order.
+    branches = [keras.layers.Activation("tanh")(norm()(keras.layers.Dense(5)(x))) for _ in range(3)]
+    x = norm(scale=False)(keras.layers.Concatenate()(branches))
+    return keras.Model(inputs, keras.layers.Dense(3, activation="softmax")(x))
+
+
+def images():
+    layers = [keras.layers.Reshape((2, 3, 1)), keras.layers.Conv2D(4, 2), norm(), keras.layers.ReLU()]
+    layers += [keras.layers.Flatten(), keras.layers.Dense(3, activation="softmax")]
+    return keras.Sequential([keras.Input((6,)), *layers])
+
+
+def sequences():
+    layers = [keras.layers.Reshape((3, 2)), keras.layers.Masking(), norm(), keras.layers.GlobalAveragePooling1D()]
+    return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3, activation="softmax")])
+
+
+def far_from_zero():
+    """Numbers of which the variance would vanish in a difference of squares."""
+    layers = [
+        keras.layers.Rescaling(1.0, offset=30.0),
+        norm(moving_mean_initializer=keras.initializers.Constant(30.0)),
+    ]
+    return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3, activation="softmax")])
+
+
+@pytest.mark.parametrize("network", [vectors, images, sequences, far_from_zero])
+def test_like_one_rank(network):
+    x, y = data()
+    x = x.copy()
+    x[::3, 2:4] = 0  # what is masked in the second place of sequences
+
+    def make():
+        keras.utils.set_random_seed(3)
+        model = network()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "sparse_categorical_crossentropy", metrics=["accuracy"])
+        return model
+
+    def train(model, whole):
+        # 8 steps an epoch; the last holds 17 samples, not as many for every rank.
+        history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, validation_data=(x, y)).history
+        return history["loss"], history["val_loss"]
+
+    assert_like_one_rank(make, train, TOLERANCE)
+
+
+def test_a_rank_without_samples_keeps_up():
+    x, y = data(samples=BATCH + 1)  # a sample for one rank in the second step
+
+    def make():
+        keras.utils.set_random_seed(3)
+        model = images()
+        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+        return model
+
+    def train(model, whole):
+        return model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["loss"]
+
+    assert_like_one_rank(make, train, TOLERANCE)
+
+
+def test_gradient_through_the_moments():
+    """The loss of one rank reaches the inputs of the others."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, use_bias=False), norm(), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(1.0), "mse")
+    rng = np.random.default_rng(5)
+    weights = [rng.normal(size=v.shape).astype("float32") for v in model.get_weights()]
+    weights[-3] = np.abs(weights[-3])  # the moving variance
+    x = rng.normal(size=(12, 2)).astype("float32") + 2
+    y = rng.normal(size=(12, 1)).astype("float32")
+    model.set_weights(weights)
+    with keras_hpc.local():
+        model.train_on_batch(x, y)
+        alone = values(model)
+    model.set_weights(weights)
+    mine = np.array_split(np.arange(12), keras_hpc.size())[keras_hpc.rank()]
+    model.train_on_batch(x[mine], y[mine])
+    for ours, theirs in zip(values(model), alone, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_local_and_inference_need_no_other_rank():
+    model = images()
+    if keras_hpc.rank() == 0:
+        with keras_hpc.local():
+            model(np.ones((4, 6), "float32"), training=True)
+        model(np.ones((4, 6), "float32"), training=False)
+    keras_hpc.barrier()
