@@ -83,6 +83,13 @@ class Hosts:
         """A command that stands in for ssh: `AGENT HOST COMMAND...`."""
         return str(self._folder / "agent")
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes the mpiexec of MPICH, Intel MPI and Open MPI (5, and before) use it."""
+        hydra = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": self.agent}
+        intel = {"I_MPI_HYDRA_BOOTSTRAP": "ssh", "I_MPI_HYDRA_BOOTSTRAP_EXEC": self.agent}
+        return hydra | intel | {"PRTE_MCA_plm_ssh_agent": self.agent, "OMPI_MCA_plm_rsh_agent": self.agent}
+
     def on_head(self, command: list[str]) -> list[str]:
         """Returns the command as it runs beside the hosts, where a launcher can reach them."""
         return [self.agent, _HEAD, shlex.join(command)]
