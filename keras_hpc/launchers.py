@@ -27,7 +27,7 @@ _LAUNCHERS: dict[str, Family] = {
 _NAMES = ("mpiexec", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi")
 # How srun introduces ranks to each other, best first.
 _SRUN_TYPES: dict[Family, tuple[str, ...]] = {
-    "MPICH": ("cray_shasta", "pmi2"),
+    "MPICH": ("pmi2",),
     "Intel MPI": ("pmi2", "pmix"),
     "Open MPI": ("pmix",),
 }
@@ -191,7 +191,7 @@ def srun_command(mpi: Library, ranks: int | None) -> list[str]:
     """
     done = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, check=False)
     offered = re.findall(r"\w+", done.stdout + done.stderr)
-    wanted = _SRUN_TYPES[mpi.family]
+    wanted = ("cray_shasta", "pmi2") if "CRAY" in mpi.version else _SRUN_TYPES[mpi.family]
     known = [kind for kind in wanted if kind in offered]
     if not known:
         raise LaunchError(

@@ -185,6 +185,7 @@ def test_in_a_slurm_allocation_it_is_srun(show, tmp_path):
     env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_CPUS_PER_TASK": "8"}
     command = shlex.split(_run("--dry-run", show, env=env).stdout)
     assert command[0] == "srun"
+    assert "--mpi=pmi2" in command, "for this MPI"
     assert "--cpus-per-task=8" in command
     assert not any(word.startswith("--ntasks") for word in command), "Slurm knows how many"
     assert "--pin" not in command, "Slurm binds"
