@@ -1,4 +1,4 @@
-"""`python -m keras_hpc template`: scripts that a shell can read. PBS's is run on hosts here, Slurm's in tests/cluster."""
+"""`python -m keras_hpc template`: scripts a shell can read. PBS's is run on hosts here, Slurm's in tests/cluster."""
 
 import os
 import subprocess

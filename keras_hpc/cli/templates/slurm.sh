@@ -20,6 +20,9 @@ export OMP_NUM_THREADS=$((cores > 1 ? cores - 1 : 1))
 # A rank that fails ends the job, instead of leaving the others to wait for it.
 export SLURM_KILL_BAD_EXIT=1
 
+# MPICH 5.0 from pip: Slurm's pmi2 may not be able to read its UCX addresses ("value not properly terminated"). Then:
+# export MPIR_CVAR_CH4_NETMOD=ofi
+
 # pmi2: MPICH and Intel MPI. pmix: Open MPI. cray_shasta: Cray MPICH. `srun --mpi=list` shows what your site has.
 # `python -m keras_hpc run train.py` instead of this line finds out by itself.
 srun --mpi=pmi2 --cpu-bind=cores --cpus-per-task="$cores" python train.py
