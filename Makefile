@@ -14,7 +14,7 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native examples/c -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-hosts lint format clean
+.PHONY: help demo test test-mpi bench bench-hosts lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -24,6 +24,9 @@ demo: .venv/stamp-demo  ## train a CNN on real digits on 1 rank and on 2; charts
 
 test: .venv/stamp-test  ## all tests, ranks started by mpiexec included
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-mpi: .venv/stamp-test  ## train on 2 hosts with every MPI, by mpiexec and srun (root; Slurm; Debian's mpich, openmpi-bin)
+	$(BIN)/python -m pytest --every-mpi tests/cluster/test_mpis.py $(PYTEST_ARGS)
 
 BENCH := $(BIN)/python -m keras_hpc bench
 PAGE := $(BENCH) page docs/performance/*.json --out docs/performance.md

@@ -152,12 +152,12 @@ def mpiexec_command(
     return [str(mpiexec.path), *options, "-n", str(ranks)]
 
 
-def mpiexec_environment(ranks: int, *, hosts: bool, pinned: bool) -> dict[str, str]:
+def mpiexec_environment(ranks: int, *, placed: bool, pinned: bool) -> dict[str, str]:
     """Returns what launchers read from the environment, where the user has not set it.
 
     Args:
         ranks: how many will be started.
-        hosts: whether they are on named hosts.
+        placed: whether the user or a batch system says on which hosts.
         pinned: whether each rank binds itself to cores, so that the launcher must not.
     """
     wanted: dict[str, str] = {}
@@ -170,7 +170,7 @@ def mpiexec_environment(ranks: int, *, hosts: bool, pinned: bool) -> dict[str, s
             "I_MPI_PIN": "0",
         }
     if ranks > len(os.sched_getaffinity(0)):
-        if not hosts:  # else it would put all ranks on the first one
+        if not placed:  # else it would put all ranks on the first one
             wanted |= {
                 "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
                 "OMPI_MCA_rmaps_base_oversubscribe": "1",

@@ -199,7 +199,7 @@ def _start_ranks(count: int, hosts: int | None, mbit: int) -> int:
     ranks = count * (hosts or 1)
     try:
         mpiexec = launchers.find_mpiexec(launchers.library())
-        environment = os.environ | launchers.mpiexec_environment(ranks, hosts=bool(hosts), pinned=True)
+        environment = os.environ | launchers.mpiexec_environment(ranks, placed=bool(hosts), pinned=True)
         environment.setdefault("OMP_NUM_THREADS", "1")
         if hosts is None:
             return subprocess.call([*launchers.mpiexec_command(mpiexec, ranks), *command], env=environment)

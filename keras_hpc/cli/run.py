@@ -95,7 +95,8 @@ def _launcher(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]
         raise LaunchError("how many ranks? Expected -n N. Received: no -n")
     mpiexec = launchers.mpiexec_at(arguments.mpiexec) if arguments.mpiexec else launchers.find_mpiexec(mpi)
     command = launchers.mpiexec_command(mpiexec, ranks, hosts)
-    environment = launchers.mpiexec_environment(ranks, hosts=bool(hosts), pinned=not arguments.no_pin)
+    placed = bool(hosts) or any(name in os.environ for name in ("SLURM_JOB_ID", "PBS_NODEFILE"))
+    environment = launchers.mpiexec_environment(ranks, placed=placed, pinned=not arguments.no_pin)
     return [command[0], *arguments.launcher_args, *command[1:]], environment
 
 

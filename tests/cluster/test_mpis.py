@@ -66,6 +66,7 @@ def python_and_environment(mpi, tmp_path_factory):
     here = next(Path(sys.prefix).glob("lib/python*/site-packages"))
     (own / "packages.pth").write_text(f"import site; site.addsitedir({str(here)!r})\n")
     environment = child_environment("jax", {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"})
+    del environment["PRTE_MCA_rmaps_default_mapping_policy"]  # it would put all ranks on the first host
     if mpi.wheel:
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", str(python)]
         subprocess.run([*pip, "install", "--ignore-installed", mpi.wheel], check=True, timeout=300)
@@ -91,7 +92,7 @@ def test_mpiexec(mpi, python_and_environment, check_report, tmp_path):
         pytest.skip(str(why))
     assert done.returncode == 0, done.output
     assert not done.leaked_processes
-    assert "trained on 4 ranks of 2 nodes" in done.output
+    assert "trained on 4 ranks of 2 nodes" in done.output, done.output
     assert SAYS[mpi.name.removeprefix("debian-")] in done.output, "another MPI was used"
     check_report("report.json", nodes=2, per_node=2)
 
@@ -102,5 +103,5 @@ def test_srun(mpi, python_and_environment, slurm, check_report, request):
     python, environment = python_and_environment
     command = f"salloc -N2 --ntasks-per-node=2 python -m keras_hpc run {TRAIN} report.json"
     done = slurm(2, command, python=python, env=environment)
-    assert "trained on 4 ranks of 2 nodes" in done.output
+    assert "trained on 4 ranks of 2 nodes" in done.output, done.output
     check_report("report.json", nodes=2, per_node=2)
