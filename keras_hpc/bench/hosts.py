@@ -37,6 +37,13 @@ exec nsenter -t $pid --net --uts --ipc --mount --wd="$PWD" taskset -c $cores sh 
 """
 
 
+def _may_make_namespaces() -> bool:
+    """Whether this process has CAP_NET_ADMIN and CAP_SYS_ADMIN: root has, and anyone in a user namespace of their own."""
+    status = Path("/proc/self/status").read_text()
+    effective = int(status.split("CapEff:")[1].split()[0], 16)
+    return all(effective >> bit & 1 for bit in (12, 21))
+
+
 class HostsError(RuntimeError):
     """This machine cannot make hosts; the message says what is missing."""
 
@@ -56,7 +63,7 @@ class Hosts:
         missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
         if missing:
             raise HostsError(f"Hosts need {', '.join(missing)}: install iproute2 and util-linux.")
-        if os.geteuid() != 0:
+        if not _may_make_namespaces():
             raise HostsError(
                 "Hosts need the right to make namespaces: run as root, or under `unshare --user --map-root-user`."
             )
