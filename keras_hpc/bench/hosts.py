@@ -38,7 +38,7 @@ exec nsenter -t $pid --net --uts --ipc --mount --wd="$PWD" taskset -c $cores sh 
 
 
 def _may_make_namespaces() -> bool:
-    """Whether this process has CAP_NET_ADMIN and CAP_SYS_ADMIN: root has, and anyone in a user namespace of their own."""
+    """CAP_NET_ADMIN and CAP_SYS_ADMIN: root has them, and so has anyone in a user namespace of their own."""
     status = Path("/proc/self/status").read_text()
     effective = int(status.split("CapEff:")[1].split()[0], 16)
     return all(effective >> bit & 1 for bit in (12, 21))
