@@ -83,7 +83,7 @@ def main() -> int:
 
 def _in_namespaces() -> int:
     """Runs this very command as the first process of namespaces, with which all others end."""
-    missing = [tool for tool in (*_DAEMONS, "srun", "ip", "unshare") if shutil.which(tool) is None]
+    missing = [tool for tool in (*_DAEMONS, "srun", "ip", "unshare", "setpriv") if shutil.which(tool) is None]
     if missing:
         sys.stderr.write(f"A Slurm of several hosts needs {', '.join(missing)}: install slurm-wlm, munge, iproute2.\n")
         return CANNOT
@@ -95,7 +95,8 @@ def _in_namespaces() -> int:
         return CANNOT
     with tempfile.TemporaryDirectory(prefix="keras_hpc-slurm-") as folder:
         os.chmod(folder, 0o755)  # munged refuses a socket that others cannot reach
-        command = ["unshare", *own, sys.executable, __file__, *sys.argv[1:]]
+        # If this process is killed, unshare is, and with it all that is inside.
+        command = ["setpriv", "--pdeathsig", "KILL", "unshare", *own, sys.executable, __file__, *sys.argv[1:]]
         # Hosts' own folder too: nobody is left to remove it where a time limit ends the namespaces.
         return subprocess.call(command, env=os.environ | {_INSIDE: folder, "TMPDIR": folder})
 
