@@ -46,6 +46,8 @@ MPIS = [
     MPI("debian-mpich", "pmi2", library=SYSTEM / "libmpich.so.12", alias="libmpi.so.12"),
     MPI("debian-openmpi", "pmix", library=SYSTEM / "libmpi.so.40"),
 ]
+# It trains rightly, but its MPI_Finalize hangs or crashes now and then after the engine has sent between nodes.
+KNOWN = {"debian-mpich": pytest.mark.xfail(reason="MPICH 4.0.2 does not always end", strict=False)}
 SAYS = {"mpich": "MPICH", "openmpi": "Open MPI", "intel": "Intel(R) MPI"}
 
 
@@ -53,7 +55,8 @@ def pytest_generate_tests(metafunc):
     if "mpi" in metafunc.fixturenames:
         every = metafunc.config.getoption("every_mpi")
         chosen = [mpi for mpi in MPIS if every or mpi.name == "openmpi"]
-        metafunc.parametrize("mpi", chosen, ids=lambda mpi: mpi.name, scope="module")
+        cases = [pytest.param(mpi, id=mpi.name, marks=KNOWN.get(mpi.name, ())) for mpi in chosen]
+        metafunc.parametrize("mpi", cases, scope="module")
 
 
 @pytest.fixture(scope="module")
