@@ -14,7 +14,7 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native examples/c -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gan3d bench bench-hosts lint format clean
+.PHONY: help demo test test-mpi gan3d bench bench-hosts lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -28,6 +28,9 @@ test: .venv/stamp-test  ## all tests, ranks started by mpiexec included
 
 gan3d: .venv/stamp-demo  ## train the 3DGAN on 1 rank and on 2, three seeds; about 20 minutes; report in results/gan3d
 	$(BIN)/python -m examples.gan3d.study
+
+test-mpi: .venv/stamp-test  ## train on 2 hosts with every MPI, by mpiexec and srun (root; Slurm; Debian's mpich, openmpi-bin)
+	$(BIN)/python -m pytest --every-mpi tests/cluster/test_mpis.py $(PYTEST_ARGS)
 
 BENCH := $(BIN)/python -m keras_hpc bench
 PAGE := $(BENCH) page docs/performance/*.json --out docs/performance.md

@@ -4,7 +4,7 @@
 import argparse
 import sys
 
-from keras_hpc.cli import bench, doctor
+from keras_hpc.cli import bench, doctor, run, template
 
 
 def main() -> int:
@@ -13,6 +13,8 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor.add_command(commands)
     bench.add_command(commands)
+    run.add_command(commands)
+    template.add_command(commands)
     arguments = parser.parse_args()
     status: int = arguments.run(arguments)
     return status

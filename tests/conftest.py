@@ -15,6 +15,7 @@ RunRanks = Callable[..., Run]
 
 def pytest_addoption(parser):
     parser.addoption("--all-ranks", action="store_true", help="run every check on 1, 2, 3 and 4 ranks (an hour)")
+    parser.addoption("--every-mpi", action="store_true", help="train with every MPI, started by mpiexec and by srun")
 
 
 def _tail(text: str, limit: int = 12_000) -> str:

@@ -10,7 +10,14 @@ from launch import ROOT, child_environment, launch
 
 pytestmark = pytest.mark.mpi
 
-PAGES = ["README.md", "docs/api.md", "examples/cnn/README.md", "examples/gan3d/README.md", "examples/c/README.md"]
+PAGES = [
+    "README.md",
+    "docs/api.md",
+    "docs/clusters.md",
+    "examples/cnn/README.md",
+    "examples/gan3d/README.md",
+    "examples/c/README.md",
+]
 # A snippet that shows only what to add to a script gets the script from here.
 PREAMBLE = """
 import keras

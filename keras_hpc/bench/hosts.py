@@ -37,6 +37,13 @@ exec nsenter -t $pid --net --uts --ipc --mount --wd="$PWD" taskset -c $cores sh 
 """
 
 
+def _may_make_namespaces() -> bool:
+    """CAP_NET_ADMIN and CAP_SYS_ADMIN: root has them, and so has anyone in a user namespace of their own."""
+    status = Path("/proc/self/status").read_text()
+    effective = int(status.split("CapEff:")[1].split()[0], 16)
+    return all(effective >> bit & 1 for bit in (12, 21))
+
+
 class HostsError(RuntimeError):
     """This machine cannot make hosts; the message says what is missing."""
 
@@ -56,7 +63,7 @@ class Hosts:
         missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
         if missing:
             raise HostsError(f"Hosts need {', '.join(missing)}: install iproute2 and util-linux.")
-        if os.geteuid() != 0:
+        if not _may_make_namespaces():
             raise HostsError(
                 "Hosts need the right to make namespaces: run as root, or under `unshare --user --map-root-user`."
             )
@@ -82,6 +89,13 @@ class Hosts:
     def agent(self) -> str:
         """A command that stands in for ssh: `AGENT HOST COMMAND...`."""
         return str(self._folder / "agent")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes the mpiexec of MPICH, Intel MPI and Open MPI (5, and before) use it."""
+        hydra = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": self.agent}
+        intel = {"I_MPI_HYDRA_BOOTSTRAP": "ssh", "I_MPI_HYDRA_BOOTSTRAP_EXEC": self.agent}
+        return hydra | intel | {"PRTE_MCA_plm_ssh_agent": self.agent, "OMPI_MCA_plm_rsh_agent": self.agent}
 
     def on_head(self, command: list[str]) -> list[str]:
         """Returns the command as it runs beside the hosts, where a launcher can reach them."""

@@ -8,16 +8,16 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from keras_hpc import launch
+from keras_hpc import launch, launchers
 from keras_hpc.bench import allreduce, overlap, page
 from keras_hpc.bench.hosts import Hosts, HostsError
+from keras_hpc.errors import LaunchError
 from keras_hpc.teams import Team, make_team
 
 _UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
@@ -195,33 +195,20 @@ def _page(arguments: argparse.Namespace) -> int:
 
 def _start_ranks(count: int, hosts: int | None, mbit: int) -> int:
     """Runs this very command on `count` ranks, of each host if hosts are wanted; returns its exit status."""
-    beside = Path(sys.executable).parent / "mpiexec"
-    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if mpiexec is None:
-        sys.exit("Found no mpiexec to start ranks with. Install an MPI (pip install mpich) or load your site's module.")
     command = [sys.executable, "-m", "keras_hpc", *_without(sys.argv[1:], ("--ranks", "--hosts", "--mbit"))]
-    environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    if os.geteuid() == 0:  # Open MPI asks twice
-        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    environment.setdefault("PRTE_MCA_hwloc_default_binding_policy", "none")  # _pin binds ranks
-    if count * (hosts or 1) > len(os.sched_getaffinity(0)):
-        if hosts is None:  # else it would put all ranks on the first one
-            environment.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
-        environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    if hosts is None:
-        return subprocess.call([mpiexec, "-n", str(count), *command], env=environment)
+    ranks = count * (hosts or 1)
     try:
+        mpiexec = launchers.find_mpiexec(launchers.library())
+        environment = os.environ | launchers.mpiexec_environment(ranks, placed=bool(hosts), pinned=True)
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        if hosts is None:
+            return subprocess.call([*launchers.mpiexec_command(mpiexec, ranks), *command], env=environment)
         with Hosts(hosts, mbit) as network:
-            environment[_MBIT] = str(mbit)
-            slots = ",".join(f"{name}:{count}" for name in network.names)
-            if "Open MPI" in subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=False).stdout:
-                placed = ["--prtemca", "plm_ssh_agent", network.agent, "--host", slots]
-            else:
-                placed = ["-launcher", "ssh", "-launcher-exec", network.agent, "-hosts", slots]
-            launcher = [mpiexec, *placed, "-n", str(count * hosts)]
+            environment |= {_MBIT: str(mbit)} | network.environment
+            everywhere = [(name, count) for name in network.names]
+            launcher = launchers.mpiexec_command(mpiexec, ranks, everywhere, environment)
             return subprocess.call(network.on_head([*launcher, *command]), env=environment)
-    except HostsError as error:
+    except (LaunchError, HostsError) as error:
         sys.exit(str(error))
 
 

@@ -1,0 +1,28 @@
+#!/bin/bash
+# Slurm: edit, then `sbatch job.sh`.
+#SBATCH --job-name=train
+#SBATCH --output=%x-%j.txt
+#SBATCH --time=01:00:00
+#SBATCH --nodes=4
+# Ranks of a node: one for each GPU, or, on CPUs, one or a few (one for each NUMA domain is a good start).
+#SBATCH --ntasks-per-node=1
+# Cores of a rank: those of the node divided by its ranks.
+#SBATCH --cpus-per-task=32
+##SBATCH --gpus-per-task=1
+##SBATCH --exclusive
+
+# module load ...
+# source /path/to/environment/bin/activate
+
+# One core of each rank is for its communication thread. init() limits the threads of TensorFlow and JAX itself.
+cores=${SLURM_CPUS_PER_TASK:-1}
+export OMP_NUM_THREADS=$((cores > 1 ? cores - 1 : 1))
+# A rank that fails ends the job, instead of leaving the others to wait for it.
+export SLURM_KILL_BAD_EXIT=1
+
+# MPICH 5.0 from pip: Slurm's pmi2 may not be able to read its UCX addresses ("value not properly terminated"). Then:
+# export MPIR_CVAR_CH4_NETMOD=ofi
+
+# pmi2: MPICH and Intel MPI. pmix: Open MPI. cray_shasta: Cray MPICH. `srun --mpi=list` shows what your site has.
+# `python -m keras_hpc run train.py` instead of this line finds out by itself.
+srun --mpi=pmi2 --cpu-bind=cores --cpus-per-task="$cores" python train.py

@@ -1,0 +1,64 @@
+"""In a real Slurm of several hosts: nodes and ranks are seen as they are, and they train as one rank does."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.mpi
+
+TRAIN = Path(__file__).parent / "train.py"
+SHOW = "from mpi4py.MPI import COMM_WORLD as c; import os; print(c.rank, 'of', c.size, 'on', os.uname().nodename)"
+# What `sbatch --wait` does, but without looking only every half a minute.
+BATCH = "--output=log.txt job.sh && while squeue --noheader | grep -q .; do sleep 0.2; done; cat log.txt"
+
+
+def test_one_task_per_node(slurm, check_report):
+    slurm(4, f"srun --mpi=pmi2 -N4 --ntasks-per-node=1 python {TRAIN} report.json")
+    check_report("report.json", nodes=4, per_node=1)
+
+
+def test_two_tasks_per_node(slurm, check_report):
+    slurm(2, f"srun --mpi=pmi2 -N2 --ntasks-per-node=2 python {TRAIN} report.json")
+    check_report("report.json", nodes=2, per_node=2)
+
+
+def test_mpiexec_and_keras_hpc_run_in_a_batch_job(slurm, check_report, tmp_path):
+    """mpiexec finds the hosts of the allocation; `keras_hpc run` takes srun, with the --mpi that belongs to the MPI."""
+    (tmp_path / "job.sh").write_text(
+        f"#!/bin/bash\nmpiexec -n 2 python {TRAIN} mpiexec.json\npython -m keras_hpc run --output-dir out show.py\n"
+    )
+    (tmp_path / "show.py").write_text(SHOW)
+    slurm(2, f"sbatch -N2 --ntasks-per-node=1 {BATCH}")
+    check_report("mpiexec.json", nodes=2, per_node=1)
+    written = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
+    assert written == {"rank0.txt": "0 of 2 on host1\n", "rank1.txt": "1 of 2 on host2\n"}
+
+
+def test_the_template(slurm, check_report, tmp_path):
+    template = subprocess.run([sys.executable, "-m", "keras_hpc", "template", "slurm"], capture_output=True, check=True)
+    (tmp_path / "job.sh").write_text(template.stdout.decode().replace("train.py", f"{TRAIN} report.json"))
+    slurm(2, f"sbatch --nodes=2 --ntasks-per-node=1 --cpus-per-task=1 {BATCH}")
+    check_report("report.json", nodes=2, per_node=1)
+
+
+def test_srun_without_mpi_is_refused(slurm, tmp_path):
+    """Each task would train alone and take itself for rank 0."""
+    output = slurm(2, f"srun -N2 --ntasks-per-node=1 python {TRAIN} report.json", status=None).output
+    assert output.count("LaunchError: srun started 2 processes (SLURM_STEP_NUM_TASKS=2)") == 2, output
+    assert "srun --mpi=pmi2" in output
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_a_task_that_is_killed_ends_the_job(slurm):
+    script = TRAIN.parent.parent / "ranks" / "fail_training.py"
+    command = f"SLURM_KILL_BAD_EXIT=1 timeout 100 srun --mpi=pmi2 -N2 python {script} kill"
+    done = slurm(2, command, status=None, timeout=120)
+    assert done.returncode != 124, done.output
+    assert "FAILS AT" in done.output
+    assert "trained to the end" not in done.output
+
+
+def test_the_status_of_the_command_comes_back(slurm):
+    slurm(1, "srun hostname | grep -qx host1 && exit 7", status=7)
