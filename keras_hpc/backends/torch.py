@@ -154,9 +154,11 @@ class Gradients:
         Raises:
             RuntimeError: another rank's step has failed.
         """
-        for index, gradient in enumerate(gradients):
-            if gradient is not None and index not in self._given:
-                self.give(index, gradient, weight)
+        missing = {i: g for i, g in enumerate(gradients) if g is not None and i not in self._given}
+        for index, gradient in missing.items():  # before any is started
+            _checked(gradient, self.plan.tensors[index])
+        for index, gradient in missing.items():
+            self.give(index, gradient, weight)
         given = self._complete(weight, 1.0)
         if bool(self._came.isnan().any()):
             raise RuntimeError(

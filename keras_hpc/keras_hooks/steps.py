@@ -78,7 +78,7 @@ def _torch_step(step: StepFunction, described: Callable[[Any], scope.Step]) -> S
         (data,) = batches  # PyTorch's trainer runs one step at a time
         this = described(batch_size(data))
         empty = isinstance(this.count, int) and this.count == 0
-        variables = [*this.model.non_trainable_variables, *this.model.metrics_variables] if empty else []
+        variables = _own_state(this.model) if empty else []
         before = [keras.ops.copy(variable.value) for variable in variables]
         with scope.running_step(this):
             logs = step([keras.tree.map_structure(_one_zero_row, data) if empty else data])
@@ -105,9 +105,7 @@ def _guarded_step(step: StepFunction, described: Callable[[Any], scope.Step]) ->
             rows.set_shape([None, *leaf.shape[1:]])
             return rows
 
-        model = described(count).model
-        shared = set(map(id, normalization.shared_statistics(model)))
-        variables = [*(v for v in model.non_trainable_variables if id(v) not in shared), *model.metrics_variables]
+        variables = _own_state(described(count).model)
         before = [tf.identity(variable.value) for variable in variables]
         with scope.running_step(described(count)):
             logs = step(keras.tree.map_structure(filled, data))
@@ -121,6 +119,12 @@ def _guarded_step(step: StepFunction, described: Callable[[Any], scope.Step]) ->
         return logs
 
     return counted
+
+
+def _own_state(model: Any) -> list[Any]:
+    """Returns the variables that a step changes by this rank's samples alone, and not through gradients."""
+    shared = set(map(id, normalization.shared_statistics(model)))
+    return [*(v for v in model.non_trainable_variables if id(v) not in shared), *model.metrics_variables]
 
 
 def _one_zero_row(leaf: Any) -> Any:
