@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 MPI ?= mpich
-# The tests read a torch DataLoader. Pinned here, and only here, because an open range may take a build with gigabytes of CUDA.
+# For the PyTorch backend. Pinned here, and only here, because an open range may take a build with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
 LINTERS := ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
 PYTEST_ARGS ?=

@@ -35,6 +35,7 @@ class Plan:
         op: "mean", "sum", "min" or "max".
         weighted: whether a mean is weighted by the ranks' numbers of samples.
         team: the team that reduces it.
+        kept: what a backend keeps with it.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Plan:
         self.op = op
         self.weighted = weighted
         self.team = team
+        self.kept: Any = None
 
     def start(self, tensor: int, array: np.ndarray, weight: float = 1.0) -> None:
         """Starts the reduction of a contiguous array, in place. `wait` ends it."""
@@ -74,6 +76,15 @@ class Plan:
     def set_schedule(self, synchronous: int, pipelined: int) -> None:
         """Of a pipelined plan: so many steps from now are synchronous, so many then pipelined, the rest synchronous."""
         self._native.set_schedule(synchronous, pipelined)
+
+    def updates(self) -> int:
+        """Of a pipelined plan: how many updates the step makes that was waited for: 0, 1 or 2."""
+        updates: int = self._native.updates()
+        return updates
+
+    def second(self, tensor: int, array: np.ndarray) -> None:
+        """Of a pipelined plan: copies what the second of two updates applies."""
+        self._native.second(tensor, bytes_of(array))
 
     def outstanding(self) -> bool:
         """Returns whether a pipelined plan holds an average that no step has taken."""

@@ -180,6 +180,8 @@ class Team:
         """Frees communicators, threads and memory. Collective."""
         if self.selection_key:
             selection.keep(self, self.selection_key)
+        for plan in self._plans.values():
+            plan.kept = None  # it may hold the plan
         self._plans.clear()
         self.native.close()
         if self.comm is not None:

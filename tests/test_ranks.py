@@ -1,4 +1,4 @@
-"""Runs every tests/ranks/check_*.py on several ranks and both backends.
+"""Runs every tests/ranks/check_*.py on several ranks and all backends.
 
 A check file may say by module constants what it is run with, `RANKS = {"tensorflow": (1, 2), "jax": (3,)}`,
 `TIMEOUT = 300`, and may set `ENV = {"NAME": "value"}` for its ranks. Files that are run alike share a job, because half
@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent / "ranks"
 CHECKS = sorted(FOLDER.glob("check_*.py"))
 # Every rank starts a framework, on what may be 2 cores: more ranks where they can find something more.
 DEFAULTS: dict[str, Any] = {
-    "RANKS": {"tensorflow": (2,), "jax": (2,)},
+    "RANKS": {"tensorflow": (2,), "jax": (2,), "torch": (2,)},
     "TIMEOUT": 300,
     "ENV": {},
     "ALONE": False,

@@ -6,18 +6,20 @@ Every backend is one module with the same functions:
 - `load()`: load the native operations. Called once by `keras_hpc.init()`.
 - `limit_threads(count, teams)`: compute with so many threads, if the framework has not started yet.
 - `reduce(plan, tensors, weight=None, active=None)`: reduce the tensors of a plan over the ranks of its team.
+- `turn`, `repeat`: the same for pipelined plans, and the updates that follow.
 - `is_traced(x)`: whether `x` stands for a value that a compiled function will compute.
 - `to_numpy(x)`: the value of a tensor or variable as a NumPy array of its own.
 - `assign(variable, value)`: set a variable from a NumPy array.
 
-TensorFlow also has `allgather_rows(team, tensor)`, for sparse gradients.
+TensorFlow also has `allgather_rows(team, tensor)`, for sparse gradients; PyTorch has `Gradients`, which takes the
+gradients of a step one by one.
 """
 
 import importlib
 from pathlib import Path
 from types import ModuleType
 
-_SUPPORTED = ("tensorflow", "jax")
+_SUPPORTED = ("tensorflow", "jax", "torch")
 
 
 def current() -> ModuleType:

@@ -26,6 +26,7 @@ _CALLBACKS = "keras.src.callbacks.callback_list:CallbackList"
 BACKEND_TRAINERS = {
     "tensorflow": "keras.src.backend.tensorflow.trainer:TensorFlowTrainer",
     "jax": "keras.src.backend.jax.trainer:JAXTrainer",
+    "torch": "keras.src.backend.torch.trainer:TorchTrainer",
 }
 
 # name: Keras versions it was seen in. Names are `module:attribute`, the attribute may be dotted.
@@ -111,7 +112,7 @@ def backend_trainer() -> type:
     backend = keras.backend.backend()
     if backend not in BACKEND_TRAINERS:
         raise ValueError(
-            "keras_hpc trains with the TensorFlow and JAX backends. Set KERAS_BACKEND to one of them. "
+            "keras_hpc trains with the TensorFlow, JAX and PyTorch backends. Set KERAS_BACKEND to one of them. "
             f"Received: {backend!r}"
         )
     trainer: type = get(BACKEND_TRAINERS[backend])
@@ -137,6 +138,9 @@ def check() -> None:
         _check_mentions(owner, get(owner).__init__, attributes)
     if keras.backend.backend() == "jax":
         _check_mentions(trainer.__name__, trainer.fit, ("_jax_state_synced", "jax_state_sync"))  # type: ignore[attr-defined]
+    if keras.backend.backend() == "torch":
+        _check_mentions(f"{trainer.__name__}.train_step", trainer.train_step, ("backward", "grad", "apply"))  # type: ignore[attr-defined]
+        _check_mentions(trainer.__name__, trainer.make_train_function, ("train_step",))  # type: ignore[attr-defined]
     _refuse_other_distribution()
 
 

@@ -15,6 +15,7 @@ from keras_hpc.keras_hooks import (
     metrics,
     normalization,
     optimizer,
+    overlap,
     pipeline,
     replicas,
     scope,
@@ -78,6 +79,8 @@ def uninstall() -> None:
     """Takes every hook out. Keras is then as before `install`, and compiled steps that held hooks are forgotten."""
     _patcher.restore()
     trainer.forget()
+    optimizer.forget()
+    overlap.forget()
     pipeline.forget()
     replicas.forget()
     report.forget()

@@ -120,7 +120,8 @@ def _sum(team: Any, key: str, numbers: Any, weight: Any) -> Any:
     @ops.custom_gradient  # type: ignore[untyped-decorator]
     def summed(numbers: Any, weight: Any) -> Any:
         def gradient(*arguments: Any, upstream: Any = None) -> Any:
-            (upstream,) = arguments or (upstream,)
+            if upstream is None:  # PyTorch names it, and has others before it
+                (upstream,) = arguments
             (owed,) = reduce(backward, [upstream * weight])
             return ops.where(weight > 0, owed / ops.maximum(weight, 1e-12), 0.0), ops.zeros_like(weight)
 

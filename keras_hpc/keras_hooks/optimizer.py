@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ class _Funnel(threading.local):
 
 
 _funnel = _Funnel()
+# Of an optimizer: the plans of its gradients that lie in their segment, and whose gradients those are.
+_segments: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[Any, list[int]]]] = weakref.WeakKeyDictionary()
 
 
 def install(job: Any, patcher: Any) -> None:
@@ -65,6 +68,11 @@ def install(job: Any, patcher: Any) -> None:
     patcher.patch(base, "__init__", notice_class)
     patcher.patch(base, "_clip_gradients", _reducing_accumulated)
     patcher.patch(loss_scale, "check_finite", _agreeing)
+
+
+def forget() -> None:
+    """Forgets the plans of every optimizer."""
+    _segments.clear()
 
 
 def accumulates(optimizer: Any) -> bool:
@@ -106,7 +114,8 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _funnel.outer, _funnel.deferred = None, False
 
-    return wrapper
+    # Dynamo would trace into the engine's Python.
+    return backends.current().uncompiled(wrapper) if keras.backend.backend() == "torch" else wrapper
 
 
 def _reduces_in_deferral(optimizer: Any, pipelined: bool) -> bool:
@@ -147,7 +156,7 @@ def _reducing_accumulated(original: Callable[..., Any]) -> Callable[..., Any]:
     def _clip_gradients(self: Any, grads: Any) -> Any:
         if _funnel.deferred and self.gradient_accumulation_steps and scope.active():
             due = None
-            if keras.backend.backend() == "jax":  # TensorFlow calls this only when an update is due
+            if keras.backend.backend() == "jax":  # others call this only when an update is due
                 due = (self._iterations + 1) % self.gradient_accumulation_steps == 0
             grads = reduce_gradients(self, list(grads), (), None, due)
         return original(self, grads)
@@ -183,20 +192,22 @@ def reduce_gradients(
     # Backward computes the last variable's gradient first.
     order = [index for index in reversed(range(len(gradients))) if gradients[index] is not None]
     extremes = _overwriting(variables)
-    sparse = [index for index in order if hasattr(gradients[index], "indices")]
+    sparse = [index for index in order if hasattr(gradients[index], "dense_shape")]
     maxima = [index for index in order if index in extremes]
     means = [index for index in order if index not in extremes and index not in sparse]
     team = teams.team_of(_funnel.outer or optimizer)
-    for name, indices in (("", means), ("/maximum", maxima)):
-        if indices:
-            specs = [_spec(i, gradients[i], variables) for i in indices]
-            op = "max" if name else "mean"
-            wire = None if name else team.wire_dtype
-            plan = team.plan(_key(optimizer) + name, specs, op=op, weighted=not name, wire_dtype=wire)
-            tensors = [gradients[i] for i in indices]
-            reduced = backends.current().reduce(plan, tensors, weight=None if name else count, active=due)
-            for index, tensor in zip(indices, reduced, strict=True):
-                result[index] = tensor
+    backend = backends.current()
+    if keras.backend.backend() == "torch":
+        plan, means = plan_in_segment(optimizer, gradients, variables)
+        _replace(result, means, backend.gradients_of(plan).reduce([gradients[i] for i in means], count))
+    elif means:
+        specs = [_spec(i, gradients[i], variables) for i in means]
+        plan = team.plan(_key(optimizer), specs, wire_dtype=team.wire_dtype)
+        _replace(result, means, backend.reduce(plan, [gradients[i] for i in means], weight=count, active=due))
+    if maxima:
+        specs = [_spec(i, gradients[i], variables) for i in maxima]
+        plan = team.plan(f"{_key(optimizer)}/maximum", specs, op="max", weighted=False)
+        _replace(result, maxima, backend.reduce(plan, [gradients[i] for i in maxima], active=due))
     if sparse:
         share = _share(optimizer, count) / team.size
         for index in sparse:
@@ -204,10 +215,37 @@ def reduce_gradients(
     return result
 
 
+def plan_in_segment(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> tuple[Any, list[int]]:
+    """Returns the plan of an optimizer whose gradients need not all exist, and whose they are. PyTorch only.
+
+    Args:
+        optimizer: the outermost that applies them.
+        gradients: this rank's, or None for those that are not known yet.
+        variables: theirs; empty where Keras does not say, and then all gradients exist.
+    """
+    team = teams.team_of(_funnel.outer or optimizer)
+    known = _segments.setdefault(optimizer, {})
+    # Asked for in every step, as PyTorch traces none. An optimizer keeps its variables, so their ids are not reused.
+    key = (team.id, *map(id, variables), *(gradient is not None and gradient.dtype for gradient in gradients))
+    if not variables or key not in known:
+        extremes = _overwriting(variables)
+        means = [index for index in reversed(range(len(gradients))) if index not in extremes]
+        specs = [_spec(index, gradients[index], variables) for index in means]
+        specs.append(TensorSpec("which of them came", (len(means),), "float32"))
+        known[key] = team.plan(_key(optimizer), specs, wire_dtype=team.wire_dtype, in_segment=True), means
+    return known[key]
+
+
+def _replace(values: list[Any], indices: Sequence[int], new: Sequence[Any]) -> None:
+    for index, value in zip(indices, new, strict=True):
+        values[index] = value
+
+
 def _spec(index: int, gradient: Any, variables: Sequence[Any]) -> Any:
     owner = variables[index] if variables else gradient
     name = scope.plain_name(owner) if variables else "accumulated gradient"
-    return TensorSpec(f"{index}: {name}", tuple(owner.shape), keras.backend.standardize_dtype(gradient.dtype))
+    dtype = keras.backend.standardize_dtype((owner if gradient is None else gradient).dtype)
+    return TensorSpec(f"{index}: {name}", tuple(owner.shape), dtype)
 
 
 def _overwriting(variables: Sequence[Any]) -> set[int]:
@@ -243,7 +281,7 @@ def _scale_by_share(optimizer: Any, gradients: list[Any], variables: Sequence[An
     for index, gradient in enumerate(gradients):
         if gradient is None or index in extremes:
             continue
-        if hasattr(gradient, "indices"):
+        if hasattr(gradient, "dense_shape"):
             result[index] = type(gradient)(scale(gradient.values), gradient.indices, gradient.dense_shape)
         else:
             result[index] = scale(gradient)
@@ -272,10 +310,16 @@ def _exchange(optimizer: Any, name: str, tensor: Any, op: str) -> Any:
 def _make_equal(optimizer: Any, variables: list[Any], stateless: bool) -> None:
     """Gives replicas equal variables before the first update that `fit` and `train_on_batch` did not prepare."""
     step = scope.step()
+    backend = keras.backend.backend()
+    if backend == "torch":
+        # Gradients were computed already. In `fit`, replicas were made equal before.
+        if not state.is_equal(optimizer):
+            state.check_equal(optimizer, [*variables, *optimizer.variables])
+        return
     owner = optimizer if step is None else step.model
     if state.is_equal(owner):
         return
-    if keras.backend.backend() == "tensorflow":
+    if backend == "tensorflow":
         import tensorflow as tf
 
         with tf.init_scope():  # at trace time, before the traced function runs for the first time
@@ -285,6 +329,6 @@ def _make_equal(optimizer: Any, variables: list[Any], stateless: bool) -> None:
                 state.synchronize(owner)
     elif step is None:
         if stateless or compat.get("keras.src.backend.common.stateless_scope:in_stateless_scope")():
-            state.check_equal(optimizer)
+            state.check_equal(optimizer, optimizer._trainable_variables)
         else:
             state.synchronize_optimizer(optimizer, variables)

@@ -244,7 +244,7 @@ def _line_of(
     """Returns the line of an optimizer, and what it reduces in this step."""
     kept = [index for index, gradient in enumerate(gradients) if gradient is not None]
     for index in kept:
-        if hasattr(gradients[index], "indices") or getattr(variables[index], "overwrite_with_gradient", False):
+        if hasattr(gradients[index], "dense_shape") or getattr(variables[index], "overwrite_with_gradient", False):
             raise ValueError(
                 "A pipelined team averages dense gradients only. Expected a synchronous schedule for this model. "
                 f"Received: a sparse gradient, or a float8 scale, of `{variables[index].path}`"
@@ -332,7 +332,7 @@ def _repeat(
 ) -> None:
     """Makes the updates of a step, in place."""
     backend = backends.current()
-    if keras.backend.backend() == "tensorflow":
+    if keras.backend.backend() != "jax":
         backend.repeat(line.plan, updates, reduced, one)
         return
     variables = list({id(variable): variable for variable in variables}.values())

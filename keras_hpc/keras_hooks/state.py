@@ -213,14 +213,15 @@ def per_rank_state(model: Any) -> list[keras.Variable]:
     return _unique(variable for layer in model._flatten_layers() for variable in layer._non_trainable_variables)
 
 
-def check_equal(optimizer: Any) -> None:
-    """Raises if the variables of an optimizer differ between ranks. Collective on its team.
+def check_equal(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Raises if variables differ between ranks before an optimizer's first update. Collective on its team.
 
-    For JAX loops of the user's own: their state is an argument of the traced function, out of our reach.
+    For loops of the user's own where it is too late to make them equal: on JAX their state is an argument of the traced
+    function, and on PyTorch gradients were computed with them.
     """
     team = teams.team_of(optimizer)
     # `value` would be that of the trace; during `fit` there is none, and `fit` made replicas equal.
-    variables = [variable for variable in optimizer._trainable_variables if variable._value is not None]
+    variables = [variable for variable in variables if variable._value is not None]
     check_same(team, variables)
     backend = backends.current()
     mine = [backend.to_numpy(variable._value) for variable in variables]
@@ -229,9 +230,9 @@ def check_equal(optimizer: Any) -> None:
         different = [v.path for v, a, b in zip(variables, digests[0], theirs, strict=True) if a != b]
         if different:
             raise ValueError(
-                "In a JAX training loop of your own, replicas must start from equal weights: call "
-                "keras.utils.set_random_seed(seed) with the same seed on every rank before the model is made, or load "
-                "the same weights on every rank. "
+                "In a training loop of your own, replicas must start from equal weights: call "
+                "keras_hpc.broadcast(model) before it, or keras.utils.set_random_seed(seed) with the same seed on "
+                "every rank before the model is made, or load the same weights on every rank. "
                 f"Received: `{different[0]}` differs between rank 0 and rank {rank} of the team"
             )
     _equal[optimizer] = len(variables)

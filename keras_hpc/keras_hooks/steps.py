@@ -25,11 +25,13 @@ def wrap(model: Any, key: str, step: StepFunction, together: bool, guard: bool) 
     Args:
         model: the model that owns `step`.
         key: names the model's plans, the same on every rank.
-        step: `train_step` or `test_step`, bound.
+        step: `train_step` or `test_step`, bound; on PyTorch the function that runs it.
         together: whether all ranks run as many steps.
-        guard: whether batches may be empty. JAX knows the size of a batch when it traces, and needs no such hint.
+        guard: whether batches may be empty. Only TensorFlow does not know the size of a batch when it runs this.
     """
-    make = _jax_step if keras.backend.backend() == "jax" else _guarded_step if guard else _plain_step
+    make = {"jax": _jax_step, "torch": _torch_step}.get(
+        keras.backend.backend(), _guarded_step if guard else _plain_step
+    )
     return functools.wraps(step)(make(step, functools.partial(scope.Step, model, key, together)))
 
 
@@ -71,6 +73,22 @@ def _jax_step(step: StepFunction, described: Callable[[Any], scope.Step]) -> Ste
     return counted
 
 
+def _torch_step(step: StepFunction, described: Callable[[Any], scope.Step]) -> StepFunction:
+    def counted(batches: Any) -> Any:
+        (data,) = batches  # PyTorch's trainer runs one step at a time
+        this = described(batch_size(data))
+        empty = isinstance(this.count, int) and this.count == 0
+        variables = _own_state(this.model) if empty else []
+        before = [keras.ops.copy(variable.value) for variable in variables]
+        with scope.running_step(this):
+            logs = step([keras.tree.map_structure(_one_zero_row, data) if empty else data])
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+        return logs
+
+    return counted
+
+
 def _guarded_step(step: StepFunction, described: Callable[[Any], scope.Step]) -> StepFunction:
     import tensorflow as tf
 
@@ -87,9 +105,7 @@ def _guarded_step(step: StepFunction, described: Callable[[Any], scope.Step]) ->
             rows.set_shape([None, *leaf.shape[1:]])
             return rows
 
-        model = described(count).model
-        shared = set(map(id, normalization.shared_statistics(model)))
-        variables = [*(v for v in model.non_trainable_variables if id(v) not in shared), *model.metrics_variables]
+        variables = _own_state(described(count).model)
         before = [tf.identity(variable.value) for variable in variables]
         with scope.running_step(described(count)):
             logs = step(keras.tree.map_structure(filled, data))
@@ -103,6 +119,12 @@ def _guarded_step(step: StepFunction, described: Callable[[Any], scope.Step]) ->
         return logs
 
     return counted
+
+
+def _own_state(model: Any) -> list[Any]:
+    """Returns the variables that a step changes by this rank's samples alone, and not through gradients."""
+    shared = set(map(id, normalization.shared_statistics(model)))
+    return [*(v for v in model.non_trainable_variables if id(v) not in shared), *model.metrics_variables]
 
 
 def _one_zero_row(leaf: Any) -> Any:

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from keras_hpc import report, runtime, tracing
-from keras_hpc.keras_hooks import callbacks, compat, pipeline, replicas, scope, state, steps
+from keras_hpc.keras_hooks import callbacks, compat, overlap, pipeline, replicas, scope, state, steps
 
 Method = Callable[..., Any]
 
@@ -126,24 +126,33 @@ def _counting(kind: str, original: Method) -> Method:
         if not active:
             return original(self, force=force)
         _refuse_xla(self)
-        key = scope.key_of(self, "model")
-        name = f"{kind}_step"
-        own = vars(self).get(name)
-        # In the instance, past Keras' tracking of attributes, for as long as Keras picks it up.
-        vars(self)[name] = steps.wrap(self, f"{key}/{kind}", getattr(self, name), *mode[1:])
-        try:
+        wrap = functools.partial(steps.wrap, self, f"{scope.key_of(self, 'model')}/{kind}")
+        if keras.backend.backend() == "torch":  # whose functions look the step up whenever they run
             original(self, force=force)
-        finally:
-            if own is None:
-                del vars(self)[name]
-            else:
-                vars(self)[name] = own
+        else:
+            _with_step(self, f"{kind}_step", lambda step: wrap(step, *mode[1:]), lambda: original(self, force=force))
         made = getattr(self, f"{kind}_function")
         if made is not held or force:
+            if keras.backend.backend() == "torch":
+                made = wrap(overlap.wrap(self, made) if kind == "train" else made, *mode[1:])
             setattr(self, f"{kind}_function", _prepared(self, kind, made))
         return None
 
     return make_function
+
+
+def _with_step(model: Any, name: str, wrap: Callable[[Method], Method], work: Callable[[], Any]) -> None:
+    """Does `work` while the model's step is wrapped."""
+    own = vars(model).get(name)
+    # In the instance, past Keras' tracking of attributes, for as long as Keras picks it up.
+    vars(model)[name] = wrap(getattr(model, name))
+    try:
+        work()
+    finally:
+        if own is None:
+            del vars(model)[name]
+        else:
+            vars(model)[name] = own
 
 
 def _prepared(model: Any, kind: str, function: Method) -> Method:

@@ -143,6 +143,8 @@ nb::list take_trace() {
 
 NB_MODULE(_native, m) {
   m.doc() = "The engine of keras_hpc. Use keras_hpc, not this module.";
+  // PyTorch's compiler keeps what a step has seen until after this module is gone.
+  nb::set_leak_warnings(false);
   const auto release = nb::call_guard<nb::gil_scoped_release>();
 
   auto error = nb::exception<Error>(m, "Error", PyExc_RuntimeError);

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend's own tensors through the engine, eagerly and compiled, against NumPy and mpi4py."""
 
+import functools
+
 import keras
 import ml_dtypes
 import numpy as np
@@ -11,17 +13,23 @@ import keras_hpc
 from keras_hpc import backends
 from keras_hpc.plans import TensorSpec
 
-RANKS = {"tensorflow": (3,), "jax": (2,)}
+RANKS = {"tensorflow": (3,), "jax": (2,), "torch": (2,)}
 
 world = MPI.COMM_WORLD
 rank, size = world.rank, world.size
 backend = backends.current()
-is_jax = keras.backend.backend() == "jax"
+BACKEND = keras.backend.backend()
+is_jax = BACKEND == "jax"
 if is_jax:
     import jax
     import jax.numpy as jnp
 
     compiled, tensor = jax.jit, jnp.asarray
+elif BACKEND == "torch":
+    import torch
+
+    # Without a compiler for what is captured: that takes long, and reductions are not part of it.
+    compiled, tensor = functools.partial(torch.compile, backend="aot_eager"), keras.ops.convert_to_tensor
 else:
     import tensorflow as tf
 
@@ -172,6 +180,14 @@ def test_loop_in_one_program(request):
 
     if is_jax:
         step = jax.jit(lambda *state: jax.lax.fori_loop(0, 5, lambda _, state: once(*state), state))
+    elif BACKEND == "torch":
+
+        @compiled
+        def step(first, second):
+            for _ in range(5):
+                first, second = once(first, second)
+            return first, second
+
     else:
 
         @tf.function
@@ -196,8 +212,9 @@ def test_values_used_elsewhere_keep_theirs(request):
         results = backend.reduce(plan, [product, product, x])
         return product, results, product + 1
 
+    value = variable.value.detach() if BACKEND == "torch" else variable.value
     for _ in range(3):
-        product, results, later = step(variable.value)
+        product, results, later = step(value)
         np.testing.assert_array_equal(backend.to_numpy(product), rank * (rank + 1))
         np.testing.assert_array_equal(backend.to_numpy(later), rank * (rank + 1) + 1)
         for result in results[:2]:
@@ -228,11 +245,11 @@ def test_helpers():
         assert backend.to_numpy(variable.value).tolist() == [2, 2, 2]
     seen = []
     compiled(lambda x: seen.append(backend.is_traced(x)))(tensor(1.0))
-    assert seen == [True]
+    assert seen == [BACKEND != "torch"]  # whose programs are left for every reduction
     assert not any(map(backend.is_traced, (tensor(1.0), np.ones(1), variable)))
 
 
-@pytest.mark.skipif(is_jax, reason="TensorFlow's sparse gradients")
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's sparse gradients")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
 def test_allgather_rows(dtype, run):
     team = keras_hpc.runtime.job().teams[0]
@@ -245,3 +262,78 @@ def test_allgather_rows(dtype, run):
         np.testing.assert_array_equal(backend.to_numpy(got).astype(np.float64), want)
     with pytest.raises(tf.errors.InternalError, match="Received: a scalar"):
         gather(tf.constant(1.0))
+
+
+torch_only = pytest.mark.skipif(BACKEND != "torch", reason="gradients that come one by one are PyTorch's")
+
+
+@torch_only
+def test_threads_are_limited_unless_the_user_has(monkeypatch):
+    before = torch.get_num_threads()
+    assert backend.limit_threads(before + 1) == ([], [])  # the tests set OMP_NUM_THREADS
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert backend.limit_threads(before + 1) == ([f"{before + 1} torch threads"], [])
+    assert torch.get_num_threads() == before + 1
+    torch.set_num_threads(before)
+
+
+def torch_gradients(request, arrays):
+    specs = [TensorSpec(f"t{i}", a.shape, a.dtype.name) for i, a in enumerate(arrays)]
+    specs.append(TensorSpec("which came", (len(arrays),), "float32"))
+    team = keras_hpc.runtime.job().teams[0]
+    return backend.gradients_of(team.plan(request.node.name, specs, in_segment=True))
+
+
+@torch_only
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_gradients_come_in_any_order_and_stay_where_they_are(dtype, request):
+    arrays = draw(SHAPES, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    gradients = torch_gradients(request, arrays)
+    weights = [1 + r for r in range(size)]
+    for _ in range(3):
+        early = [2, 0, 5] if rank == 0 else [7, 2]
+        places = {i: gradients.give(i, tensor(arrays[i]), weights[rank]) for i in early}
+        assert gradients.begun
+        means = gradients.reduce([places.get(i, tensor(a)) for i, a in enumerate(arrays)], weights[rank])
+        assert not gradients.begun
+        check(means, arrays, weights)
+        assert all(means[i] is place for i, place in places.items())
+
+
+@torch_only
+def test_gradients_that_only_some_ranks_have(request):
+    """As on one rank that computes the batches of all: zero where a rank has none, none where no rank has one."""
+    arrays = draw([(3,), (2, 2), (5,)])
+    gradients = torch_gradients(request, arrays)
+    mine = [tensor(arrays[0]), tensor(arrays[1]) if rank == 0 else None, None]
+    first, second, third = gradients.reduce(mine, None)
+    check([first], arrays[:1])
+    check([second], [arrays[1] if rank == 0 else np.zeros_like(arrays[1])])
+    assert third is None
+    check(gradients.reduce(list(map(tensor, arrays)), None), arrays)
+
+
+@torch_only
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_a_step_that_is_abandoned_leaves_the_next_one_alone(who, request):
+    arrays = draw([(3,), (2, 2), (5,)])
+    gradients = torch_gradients(request, arrays)
+    gradients.give(1, tensor(arrays[1]), None)
+    if who == "all" or rank == 0:
+        gradients.abandon(None)
+    else:
+        with pytest.raises(RuntimeError, match="Another rank has left this training step"):
+            gradients.reduce(list(map(tensor, arrays)), None)
+    check(gradients.reduce(list(map(tensor, arrays)), None), arrays)
+
+
+@torch_only
+def test_a_gradient_that_comes_twice_is_refused(request):
+    arrays = draw([(3,), (2, 2)])
+    gradients = torch_gradients(request, arrays)
+    gradients.give(1, tensor(arrays[1]), None)
+    with pytest.raises(RuntimeError, match=r"came twice in one step.*Received: `t1`"):
+        gradients.give(1, tensor(arrays[1]), None)
+    with pytest.raises(ValueError, match=r"does not fit the plan.*Received"):
+        gradients.give(0, tensor(arrays[1]), None)
+    check(gradients.reduce(list(map(tensor, arrays)), None), arrays)

@@ -8,7 +8,7 @@ from keras_cases import BATCH, assert_like_one_rank, data, values
 
 import keras_hpc
 
-RANKS = {"tensorflow": (3,), "jax": (2,)}
+RANKS = {"tensorflow": (3,), "jax": (2,), "torch": (2,)}
 TOLERANCE = 1e-5
 
 
@@ -69,7 +69,9 @@ def test_like_one_rank(network):
         history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, validation_data=(x, y)).history
         return history["loss"], history["val_loss"]
 
-    assert_like_one_rank(make, train, TOLERANCE)
+    # On PyTorch, Keras itself takes a difference of squares.
+    lossy = network is far_from_zero and keras.backend.backend() == "torch"
+    assert_like_one_rank(make, train, 3e-4 if lossy else TOLERANCE)
 
 
 def test_a_rank_without_samples_keeps_up():

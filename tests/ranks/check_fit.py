@@ -8,7 +8,7 @@ from keras_cases import BATCH, Parts, assert_identical, assert_like_one_rank, da
 
 import keras_hpc
 
-RANKS = {"tensorflow": (3,), "jax": (2,)}
+RANKS = {"tensorflow": (3,), "jax": (2,), "torch": (3,)}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -149,6 +149,22 @@ def test_several_inputs_and_outputs():
     assert_like_one_rank(make, fit(({"a": x, "b": x[::-1]}, {"kind": y, "size": x.sum(1, keepdims=True)})))
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_frozen_and_unused_variables():
+    x, y = data()
+
+    def model():
+        keras.utils.set_random_seed(6)
+        inputs = keras.Input((6,))
+        frozen = keras.layers.Dense(5, activation="tanh", trainable=False)
+        hidden = keras.layers.Dense(5, activation="tanh")(frozen(inputs))
+        outputs = [keras.layers.Dense(3, activation="softmax")(hidden), keras.layers.Dense(2)(hidden)]
+        return keras.Model(inputs, outputs)
+
+    make = compiled(model=model, loss=["sparse_categorical_crossentropy", None])
+    assert_like_one_rank(make, fit((x, (y, x[:, :2]))))
+
+
 class Subclassed(keras.Model):
     """Not built before its first step."""
 
@@ -186,6 +202,9 @@ def test_subclassed_and_unbuilt():
 
 @pytest.mark.parametrize("options", [{"steps_per_execution": 3}, {"run_eagerly": True}], ids=["steps", "eager"])
 def test_compile_options(options):
+    if "steps_per_execution" in options and keras.backend.backend() == "torch":
+        pytest.skip("Keras refuses several steps per execution on PyTorch")
+
     def train(model, whole):
         return fit(data(), epochs=1)(model, whole) and None  # steps_per_execution changes what Keras logs
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """train_on_batch, ranks without samples, what is refused; and Keras left as found."""
 
+import functools
 import inspect
 
 import keras
@@ -23,7 +24,7 @@ import keras_hpc
 
 BACKEND = keras.backend.backend()
 tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="needs TensorFlow")
-jax_only = pytest.mark.skipif(BACKEND != "jax", reason="needs JAX")
+torch_only = pytest.mark.skipif(BACKEND != "torch", reason="needs PyTorch")
 several_ranks = pytest.mark.usefixtures("_several_ranks")
 
 
@@ -69,7 +70,7 @@ def train_gan(models, whole):
     noise = np.random.default_rng(1).normal(size=(len(x), 3)).astype("float32")
     for step in range(8):
         real, latent = part(x, step, whole), part(noise, step, whole)
-        fake = np.array(generator(latent))
+        fake = keras.ops.convert_to_numpy(generator(latent))
         discriminator.train_on_batch(real, np.ones((len(real), 1), "float32"))
         discriminator.train_on_batch(fake, np.zeros((len(fake), 1), "float32"))
         combined.train_on_batch(latent, np.ones((len(latent), 1), "float32"))
@@ -265,3 +266,28 @@ def test_init_refuses(other, monkeypatch):
         error, text = ImportError, rf"Trainer._gone.*{keras.__version__}"
     with pytest.raises(error, match=text):
         compat.check()
+
+
+# The last one: PyTorch's compiler leaves programs of its own in Keras' modules.
+
+
+@torch_only
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's compiler looks at it
+def test_torch_compile(monkeypatch):
+    import torch
+
+    # What is captured runs as it is: only how steps are taken apart matters here, and compiling them takes a minute.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+    def make():
+        model = dense()
+        loss = keras.losses.SparseCategoricalCrossentropy(reduction="sum")  # which needs an exchange of its own
+        compiles = not keras_hpc.runtime.is_local()
+        model.compile(keras.optimizers.SGD(0.003), loss, metrics=["accuracy"], jit_compile=compiles)
+        return model
+
+    def train(model, whole):
+        return model.fit(Parts(*data(samples=3 * BATCH), whole=whole), shuffle=False, verbose=0).history
+
+    model = assert_like_one_rank(make, train, tolerance=1e-5)
+    assert model.jit_compile

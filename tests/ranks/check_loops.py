@@ -11,6 +11,7 @@ import keras_hpc
 BACKEND = keras.backend.backend()
 tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="needs TensorFlow")
 jax_only = pytest.mark.skipif(BACKEND != "jax", reason="needs JAX")
+eager_or_tensorflow = pytest.mark.skipif(BACKEND == "jax", reason="steps of JAX have no state")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,6 +29,7 @@ class TwoOptimizers(keras.Model):
 
     def __init__(self, optimizer=lambda: keras.optimizers.SGD(0.1)):
         super().__init__()
+        self.built = True  # or PyTorch's trainer would call it
         keras.utils.set_random_seed(12)
         self.first = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, activation="tanh")])
         self.second = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
@@ -39,16 +41,30 @@ class TwoOptimizers(keras.Model):
         return [self.tracker]
 
     def train_step(self, batch):
-        import tensorflow as tf
-
         (x, y) = batch
         for network, optimizer in ((self.first, self.first_optimizer), (self.second, self.second_optimizer)):
-            with tf.GradientTape() as tape:
-                loss = keras.ops.mean((self.second(self.first(x)) - y[:, None]) ** 2)
             variables = network.trainable_variables
-            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+            loss, gradients = gradients_of(
+                lambda: keras.ops.mean((self.second(self.first(x)) - y[:, None]) ** 2), variables
+            )
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
         self.tracker.update_state(loss, sample_weight=keras.ops.shape(x)[0])
         return {"loss": self.tracker.result(), "twice": 2 * loss}
+
+
+def gradients_of(loss, variables):
+    """Returns the value and the gradients of `loss()`, as users of TensorFlow and PyTorch compute them."""
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            value = loss()
+        return value, tape.gradient(value, variables)
+    for variable in variables:
+        variable.value.grad = None
+    value = loss()
+    value.backward()
+    return value.detach(), [variable.value.grad for variable in variables]
 
 
 def regression():
@@ -62,8 +78,8 @@ def step_model(**kwargs):
     return model
 
 
-@tensorflow_only
-@pytest.mark.parametrize("eager", [False, True])
+@eager_or_tensorflow
+@pytest.mark.parametrize("eager", [False, True] if BACKEND == "tensorflow" else [False])
 def test_custom_step_with_two_optimizers(eager):
     def train(model, whole):
         return model.fit(Parts(*regression(), whole=whole), epochs=2, shuffle=False, verbose=0).history["loss"]
@@ -71,7 +87,7 @@ def test_custom_step_with_two_optimizers(eager):
     assert_like_one_rank(lambda: step_model(run_eagerly=eager), train)
 
 
-@tensorflow_only
+@eager_or_tensorflow
 def test_custom_logs_are_averaged():
     model = step_model()
     history = model.fit(Parts(*regression()), epochs=2, shuffle=False, verbose=0).history
@@ -150,11 +166,9 @@ def even(array, step, whole):
     return part(array[:144], step % 6, whole)  # 24 samples divide among 1, 2, 3 and 4 ranks
 
 
-@tensorflow_only
-@pytest.mark.parametrize("traced", [False, True])
-def test_tensorflow_loop(traced):
-    import tensorflow as tf
-
+@eager_or_tensorflow
+@pytest.mark.parametrize("traced", [False, True] if BACKEND == "tensorflow" else [False])
+def test_loop(traced):
     x, y = regression()
 
     def run(whole):
@@ -163,17 +177,18 @@ def test_tensorflow_loop(traced):
         optimizer = keras.optimizers.Adam(0.01)
 
         def step(inputs, targets):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((model(inputs)[:, 0] - targets) ** 2)
             variables = model.trainable_variables
-            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+            _, gradients = gradients_of(lambda: keras.ops.mean((model(inputs)[:, 0] - targets) ** 2), variables)
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
         if traced:
+            import tensorflow as tf
+
             step = tf.function(step)
         elif not whole:
             keras_hpc.broadcast(model)  # an eager step computes gradients before any optimizer can intervene
         for index in range(12):
-            step(tf.constant(even(x, index, whole)), tf.constant(even(y, index, whole)))
+            step(*(keras.ops.convert_to_tensor(even(a, index, whole)) for a in (x, y)))
         return values(model)
 
     with keras_hpc.local():
@@ -212,9 +227,17 @@ def test_jax_loop():
     assert_close(received, expected, 1e-5)
 
 
-@jax_only
-def test_jax_loop_with_other_weights_is_refused():
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="which makes them equal when it traces")
+def test_loop_with_other_weights_is_refused():
     if job().size == 1:
         pytest.skip("needs two ranks")
     with pytest.raises(ValueError, match=r"kernel.*differs between rank 0"):
-        jax_loop(job().rank, False)
+        (jax_loop if BACKEND == "jax" else torch_step)(job().rank, False)
+
+
+def torch_step(seed, whole):
+    x, y = (keras.ops.convert_to_tensor(even(a, 0, whole)) for a in regression())
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+    _, gradients = gradients_of(lambda: keras.ops.mean((model(x)[:, 0] - y) ** 2), model.trainable_variables)
+    keras.optimizers.SGD(0.1).apply(gradients, model.trainable_variables)

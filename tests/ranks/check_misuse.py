@@ -7,6 +7,7 @@ import pytest
 import keras_hpc
 
 RANKS = {"jax": (2,)}
+ALONE = True
 
 
 def _model(units=2, dtype="float32"):

@@ -10,7 +10,7 @@ from keras_cases import job, part
 
 import keras_hpc
 
-RANKS = {"tensorflow": (1, 3), "jax": (2,)}
+RANKS = {"tensorflow": (1, 3), "jax": (2,), "torch": (2,)}
 
 SAMPLES, BATCH, FEATURES = 138, 12, 4  # 12 steps an epoch; the last holds 6 samples
 STEPS = 12
@@ -127,6 +127,8 @@ def test_fit_equals_delayed_sgd(first, last, reference):
 def test_ways_to_run_a_step(compiled):
     if "run_eagerly" in compiled and keras.backend.backend() == "jax" and job().size > 2:
         return
+    if "steps_per_execution" in compiled and keras.backend.backend() == "torch":
+        pytest.skip("Keras refuses several steps per execution on PyTorch")
     keras_hpc.configure_team(PIPELINED, schedule="pipelined", synchronous_steps=3, cooldown_steps=5)
     model = linear(**compiled)
     fit(model)
@@ -260,7 +262,8 @@ def test_a_loop_of_the_users_own():
     optimizer = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
     optimizer.build(model.trainable_variables)
     keras_hpc.assign_team(optimizer, PIPELINED)
-    (own_loop_tensorflow if keras.backend.backend() == "tensorflow" else own_loop_jax)(model, optimizer)
+    loops = {"tensorflow": own_loop_tensorflow, "jax": own_loop_jax, "torch": own_loop_torch}
+    loops[keras.backend.backend()](model, optimizer)
     # Loops of the user's own give every rank the same weight; so parts must be of equal size.
     check_weights(model, Delayed().train(STEPS - 1, 1, 2))
     assert int(optimizer.iterations) == STEPS - 1
@@ -303,6 +306,14 @@ def own_loop_jax(model, optimizer):
         trainable, state = step(trainable, state, x, y)
     for variable, value in zip([*model.trainable_variables, *optimizer.variables], [*trainable, *state], strict=True):
         variable.assign(value)
+
+
+def own_loop_torch(model, optimizer):
+    for x, y in own_batches():
+        model.zero_grad()
+        loss = keras.ops.mean((model(x, training=True) - keras.ops.convert_to_tensor(y)) ** 2)
+        loss.backward()
+        optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
 
 
 def test_what_is_never_applied_is_said(caplog):

@@ -8,7 +8,7 @@ from keras_cases import job
 
 import keras_hpc
 
-RANKS = {"tensorflow": (3,), "jax": (2,)}
+RANKS = {"tensorflow": (3,), "jax": (2,), "torch": (3,)}
 
 
 @pytest.fixture(autouse=True)
@@ -70,10 +70,11 @@ def test_a_flipped_bit_is_found_and_named(variable):
 
 def test_found_in_steps_at_once_and_one_by_one():
     size = job().size
-    model = compiled(steps_per_execution=2)
-    flip = Flip(2, lambda model: model.layers[0].kernel)
-    with pytest.raises(keras_hpc.ReplicaMismatchError, match=r"after step 4:"):
-        model.fit(*samples(40 * size), batch_size=4, shuffle=False, verbose=0, callbacks=[flip])
+    if keras.backend.backend() != "torch":  # where Keras refuses several steps per execution
+        model = compiled(steps_per_execution=2)
+        flip = Flip(2, lambda model: model.layers[0].kernel)
+        with pytest.raises(keras_hpc.ReplicaMismatchError, match=r"after step 4:"):
+            model.fit(*samples(40 * size), batch_size=4, shuffle=False, verbose=0, callbacks=[flip])
 
     model = compiled()
     for _ in range(2):

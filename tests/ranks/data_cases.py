@@ -52,8 +52,12 @@ def dense(leaf):
 
 def batches(adapter, limit=None):
     """This rank's batches of one pass, as the backend gets them."""
-    tensorflow = keras.backend.backend() == "tensorflow"
-    stream = adapter.get_tf_dataset() if tensorflow else adapter.get_jax_iterator()
+    backend = keras.backend.backend()
+    stream = {
+        "tensorflow": adapter.get_tf_dataset,
+        "jax": adapter.get_jax_iterator,
+        "torch": adapter.get_torch_dataloader,
+    }[backend]()
     return [keras.tree.map_structure(dense, batch) for batch in itertools.islice(stream, limit)]
 
 

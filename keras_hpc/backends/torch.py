@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch: tensors are started and awaited where Python is; gradients live in memory that the ranks of a node share."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+# Start and wait can do the work themselves.
+NEEDS_THREAD = False
+
+
+def load() -> None:
+    """Does nothing: PyTorch's tensors lend their memory to NumPy, and so to the engine."""
+
+
+def limit_threads(count: int, teams: int = 1) -> tuple[list[str], list[str]]:
+    """Limits the threads that PyTorch computes with, where the user has not set them. Possible at any time.
+
+    Args:
+        count: how many threads.
+        teams: not needed: each of the user's threads has threads of its own.
+
+    Returns:
+        What was set, and what could not be.
+    """
+    if "OMP_NUM_THREADS" in os.environ:  # PyTorch has read it
+        return [], []
+    torch.set_num_threads(count)
+    return [f"{count} torch threads"], []
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = None) -> list[torch.Tensor]:
+    """Reduces the tensors of a plan over the ranks of its team.
+
+    Collective. Inside `torch.compile` the compiled program is left for it.
+
+    Args:
+        plan: the `Plan` of these tensors.
+        tensors: one tensor for each of the plan's, in its order, of the same shape and dtype.
+        weight: this rank's weight in a weighted mean, a number or a scalar tensor. Defaults to 1.
+        active: `None`, or a scalar bool tensor, the same on all ranks: if false, nothing is communicated and the
+            tensors are returned unchanged.
+
+    Returns:
+        The reduced tensors, in the plan's order.
+    """
+    # Nothing is started before everything is checked: a plan that is started in part can never be completed.
+    tensors = [_checked(x, spec) for x, spec in zip(tensors, plan.tensors, strict=True)]
+    if active is not None and not bool(active):
+        return tensors
+    weight = 1.0 if weight is None else float(weight)
+    copies = [x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for x in tensors]
+    for index, copy in enumerate(copies):
+        plan.start(index, _bytes(copy), weight)
+    for index in range(len(copies)):
+        plan.wait(index)
+    return [copy.to(x.device) for copy, x in zip(copies, tensors, strict=True)]
+
+
+def turn(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = None) -> tuple[list[torch.Tensor], int]:
+    """The same for a pipelined plan.
+
+    Returns:
+        What the first update of this step applies, and how many updates it makes: 0, 1 or 2; 0 too if `active` is
+        false.
+    """
+    reduced = reduce(plan, tensors, weight, active)
+    return reduced, plan.updates() if active is None or bool(active) else 0
+
+
+def repeat(plan: Any, updates: int, reduced: Sequence[Any], update: Callable[[list[Any]], None]) -> None:
+    """Makes the updates of a step: calls `update` with what each applies. Collective."""
+    for number in range(updates):
+        if number > 0:
+            copies = [torch.empty_like(x, device="cpu") for x in reduced]
+            for index, copy in enumerate(copies):
+                plan.second(index, _bytes(copy))
+            reduced = [copy.to(x.device) for copy, x in zip(copies, reduced, strict=True)]
+        update(list(reduced))
+
+
+class Gradients:
+    """The gradients of a plan made with `in_segment=True`: each comes as soon as it is known, or not at all.
+
+    The plan's last tensor says which of the others a rank gave. So all ranks learn what none of them has, and what only
+    some have is zero on the others, as on one rank that computes the batches of all.
+
+    Args:
+        plan: one tensor for each gradient, and one of float32 with a number for each gradient.
+    """
+
+    def __init__(self, plan: Any) -> None:
+        self.plan = plan
+        # Bytes, because NumPy and PyTorch have no dtype of the same name for bfloat16.
+        self._bytes = [plan.array(i).reshape(-1).view(np.uint8) for i in range(len(plan.tensors))]
+        *self._views, self._came = [
+            torch.from_numpy(memory).view(_dtype(spec.dtype)).view(spec.shape)
+            for memory, spec in zip(self._bytes, plan.tensors, strict=True)
+        ]
+        self._given: dict[int, torch.Tensor] = {}
+
+    @property
+    def begun(self) -> bool:
+        """Whether some of a step's gradients were given and not reduced."""
+        return bool(self._given)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def give(self, index: int, gradient: torch.Tensor, weight: Any) -> torch.Tensor:
+        """Starts the reduction of a gradient.
+
+        Args:
+            index: its number in the plan.
+            gradient: this rank's.
+            weight: this rank's in the mean, the same for all gradients of a step; None if every rank counts alike.
+
+        Returns:
+            The tensor that will hold the mean: in the plan's memory, or, on another device, `gradient` itself.
+
+        Raises:
+            RuntimeError: it was given in this step already.
+            ValueError: it does not fit the plan.
+        """
+        spec, view = self.plan.tensors[index], self._views[index]
+        if index in self._given:
+            raise RuntimeError(
+                "A gradient came twice in one step, while the first was being averaged. Expected one backward pass in "
+                f"Keras' own train_step; with several, write a train_step of your own. Received: `{spec.name}`"
+            )
+        gradient = _checked(gradient, spec)
+        if gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        self._given[index] = view if gradient.device.type == "cpu" else gradient
+        self._start(index, weight)
+        return self._given[index]
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def reduce(self, gradients: Sequence[torch.Tensor | None], weight: Any) -> list[torch.Tensor | None]:
+        """Gives the gradients that were not given yet, and waits for all means. Collective.
+
+        Args:
+            gradients: one for each of the plan's, in its order, or None.
+            weight: as in `give`.
+
+        Returns:
+            For each gradient its mean, or None if no rank has it. On a CPU they lie in the plan's memory, until the
+            next step's gradients come.
+
+        Raises:
+            RuntimeError: another rank's step has failed.
+        """
+        missing = {i: g for i, g in enumerate(gradients) if g is not None and i not in self._given}
+        for index, gradient in missing.items():  # before any is started
+            _checked(gradient, self.plan.tensors[index])
+        for index, gradient in missing.items():
+            self.give(index, gradient, weight)
+        given = self._complete(weight, 1.0)
+        if bool(self._came.isnan().any()):
+            raise RuntimeError(
+                "Another rank has left this training step with an exception, so its gradients are not known. That "
+                "rank's own message says why."
+            )
+        means: list[torch.Tensor | None] = []
+        for index, (view, came) in enumerate(zip(self._views, self._came.tolist(), strict=True)):
+            own = given.get(index, view)
+            means.append(None if came == 0 else own if own is view else own.copy_(view))
+        return means
+
+    def abandon(self, weight: Any) -> None:
+        """Completes a step that failed after some gradients were given, so that the next one can begin. Collective.
+
+        Ranks whose own step has not failed raise an error in `reduce`.
+        """
+        self._complete(weight, float("nan"))
+
+    def _complete(self, weight: Any, flag: float) -> dict[int, torch.Tensor]:
+        given, self._given = self._given, {}
+        self._came.zero_()
+        for index, view in enumerate(self._views):
+            if index in given:
+                self._came[index] = 1.0
+            else:
+                view.zero_()
+                self._start(index, weight)
+        self._came *= flag
+        self._start(len(self._views), weight)
+        for index in range(len(self.plan.tensors)):
+            self.plan.wait(index)
+        return given
+
+    def _start(self, index: int, weight: Any) -> None:
+        self.plan.start(index, self._bytes[index], 1.0 if weight is None else float(weight))
+
+
+def gradients_of(plan: Any) -> Gradients:
+    """Returns the gradients of a plan: the same object at every call."""
+    if plan.kept is None:
+        plan.kept = Gradients(plan)
+    gradients: Gradients = plan.kept
+    return gradients
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that runs as it is where `torch.compile` compiles its caller."""
+    wrapped: Callable[..., Any] = torch.compiler.disable(function)
+    return wrapped
+
+
+def is_traced(x: Any) -> bool:
+    """Returns False: what `torch.compile` compiles is left for every reduction, which so always sees values."""
+    return False
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """Returns a copy of the value of a tensor or variable."""
+    value = torch.as_tensor(getattr(x, "value", x)).detach().cpu()
+    if value.dtype == torch.bfloat16:
+        copy: np.ndarray = np.array(value.view(torch.int16).numpy()).view(ml_dtypes.bfloat16)
+        return copy
+    return np.array(value.numpy())
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def assign(variable: Any, value: np.ndarray) -> None:
+    """Sets a variable."""
+    variable.assign(value)
+
+
+def _checked(x: Any, spec: Any) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor):
+        x = torch.as_tensor(getattr(x, "value", x))
+    if x.dtype != _dtype(spec.dtype) or tuple(x.shape) != tuple(spec.shape):
+        raise ValueError(
+            f"A tensor does not fit the plan. Expected: {spec.name} of shape {spec.shape} and dtype {spec.dtype}. "
+            f"Received: shape {tuple(x.shape)}, dtype {str(x.dtype).removeprefix('torch.')}"
+        )
+    return x
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _bytes(x: torch.Tensor) -> np.ndarray:
+    """The memory of a contiguous tensor, not a copy."""
+    memory: np.ndarray = x.reshape(-1).view(torch.uint8).numpy()
+    return memory
