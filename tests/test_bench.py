@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -57,7 +56,7 @@ def test_allreduce_makes_hosts(run_ranks, tmp_path):
     report = tmp_path / "report.json"
     args = ["-m", "keras_hpc", "bench", "allreduce", "--ranks", "2", "--hosts", "2", "--bytes", "4,1Mi"]
     args += ["--seconds", "0.1", "--mbit", "2000", "--wire-dtype", "bfloat16", "--json", report]
-    run_ranks(1, args, mpi=False)
+    run_ranks(1, args, mpi=False, env={"TMPDIR": str(tmp_path)})
     content = json.loads(report.read_text())
     assert (content["ranks"], content["nodes"], content["mbit"]) == (4, 2, 2000)
     large = [row for row in content["rows"] if row["bytes"] == 2**20]
@@ -67,7 +66,7 @@ def test_allreduce_makes_hosts(run_ranks, tmp_path):
         assert row["mpi_us"] > 0.7 * row["floor_us"]
         assert row["keras_hpc_us"] > 0.35 * row["floor_us"]
         assert row["algorithm"].split(", ")[0] in ("push", "staged", "plan")
-    assert not list(Path(tempfile.gettempdir()).glob("keras_hpc-hosts-*"))
+    assert not list(tmp_path.glob("keras_hpc-hosts-*"))
 
 
 def test_hosts_end_with_the_process_that_made_them():

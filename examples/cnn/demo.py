@@ -80,7 +80,7 @@ def mpi_version():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=["tensorflow", "jax"], default="tensorflow")
+    parser.add_argument("--backend", choices=["tensorflow", "jax", "torch"], default="tensorflow")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--samples", type=int, default=5000)
     parser.add_argument("--results", type=Path, default=Path("results") / "demo", help="folder for charts and tables")

@@ -18,7 +18,7 @@ import numpy as np
 def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--backend", choices=["tensorflow", "jax"], default=os.environ.get("KERAS_BACKEND", "tensorflow")
+        "--backend", choices=["tensorflow", "jax", "torch"], default=os.environ.get("KERAS_BACKEND", "tensorflow")
     )
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=32, help="samples per rank and step (default: 32)")
