@@ -22,9 +22,9 @@ help:  ## list the targets
 demo: .venv/stamp-demo  ## train a CNN on real digits on 1 rank and on 2; charts go to results/
 	$(BIN)/python -m examples.cnn.demo
 
-# Two files at a time: many tests wait for time limits. The tests of a file share jobs.
+# Two at a time: many tests wait for time limits.
 test: .venv/stamp-test  ## all tests, ranks started by mpiexec included
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(PYTEST_ARGS)
 
 gan3d: .venv/stamp-demo  ## train the 3DGAN on 1 rank and on 2, three seeds; about 20 minutes; report in results/gan3d
 	$(BIN)/python -m examples.gan3d.study

@@ -13,7 +13,7 @@ import keras_hpc
 from keras_hpc import backends
 from keras_hpc.plans import TensorSpec
 
-RANKS = {"tensorflow": (3,), "jax": (2,), "torch": (2,)}
+RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 
 world = MPI.COMM_WORLD
 rank, size = world.rank, world.size

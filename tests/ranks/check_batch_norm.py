@@ -8,7 +8,7 @@ from keras_cases import BATCH, assert_like_one_rank, data, values
 
 import keras_hpc
 
-RANKS = {"tensorflow": (3,), "jax": (2,), "torch": (2,)}
+RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 TOLERANCE = 1e-5
 
 

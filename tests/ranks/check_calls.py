@@ -10,7 +10,7 @@ from mpi4py import MPI
 import keras_hpc
 from keras_hpc import runtime
 
-RANKS = {"jax": (4,)}
+RANKS = {"jax": (3,)}
 
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 DTYPES = {

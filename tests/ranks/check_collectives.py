@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 import keras_hpc
 
-RANKS = {"tensorflow": (3,), "jax": (2,), "torch": (2,)}
+RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 
 world = MPI.COMM_WORLD
 rank, size = world.rank, world.size

@@ -12,7 +12,7 @@ from keras_cases import BATCH, SAMPLES, assert_like_one_rank, data, dense, job, 
 
 import keras_hpc
 
-RANKS = {"tensorflow": (3,), "jax": (2,), "torch": (2,)}
+RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 
 TIMEOUT = 400
 

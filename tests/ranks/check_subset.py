@@ -8,7 +8,7 @@ from keras_cases import data, dense, job
 
 import keras_hpc
 
-RANKS = {"tensorflow": (3,), "torch": (3,)}
+RANKS = {"tensorflow": (3,), "jax": (3,), "torch": (3,)}
 # Ranks 0 and 2 train one model, rank 1 another, at the same time.
 MEMBERS = {1: [0, 2], 2: [1]}
 
