@@ -14,7 +14,7 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native examples/c -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-mpi gan3d bench bench-hosts lint format clean
+.PHONY: help demo test soak test-mpi gan3d bench bench-hosts lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -22,9 +22,12 @@ help:  ## list the targets
 demo: .venv/stamp-demo  ## train a CNN on real digits on 1 rank and on 2; charts go to results/
 	$(BIN)/python -m examples.cnn.demo
 
-# Two at a time: many tests wait for time limits.
+# Two files at a time: many tests wait for time limits. The tests of a file share jobs.
 test: .venv/stamp-test  ## all tests, ranks started by mpiexec included
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+
+soak: .venv/stamp-test  ## the tests that `make test` leaves out because they take long
+	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
 gan3d: .venv/stamp-demo  ## train the 3DGAN on 1 rank and on 2, three seeds; about 20 minutes; report in results/gan3d
 	$(BIN)/python -m examples.gan3d.study

@@ -18,13 +18,6 @@ def pytest_addoption(parser):
     parser.addoption("--every-mpi", action="store_true", help="train with every MPI, started by mpiexec and by srun")
 
 
-def pytest_collection_modifyitems(items):
-    """Keeps the tests of a file in one process, as they share what their fixtures make, unless they say otherwise."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
-
-
 def _tail(text: str, limit: int = 12_000) -> str:
     return text if len(text) <= limit else f"[... {len(text) - limit} characters]\n{text[-limit:]}"
 

@@ -24,6 +24,7 @@ def test_two_tasks_per_node(slurm, check_report):
     check_report("report.json", nodes=2, per_node=2)
 
 
+@pytest.mark.soak
 def test_mpiexec_and_keras_hpc_run_in_a_batch_job(slurm, check_report, tmp_path):
     """mpiexec finds the hosts of the allocation; `keras_hpc run` takes srun, with the --mpi that belongs to the MPI."""
     (tmp_path / "job.sh").write_text(
@@ -36,6 +37,7 @@ def test_mpiexec_and_keras_hpc_run_in_a_batch_job(slurm, check_report, tmp_path)
     assert written == {"rank0.txt": "0 of 2 on host1\n", "rank1.txt": "1 of 2 on host2\n"}
 
 
+@pytest.mark.soak
 def test_the_template(slurm, check_report, tmp_path):
     template = subprocess.run([sys.executable, "-m", "keras_hpc", "template", "slurm"], capture_output=True, check=True)
     (tmp_path / "job.sh").write_text(template.stdout.decode().replace("train.py", f"{TRAIN} report.json"))
