@@ -33,7 +33,7 @@ gan3d: .venv/stamp-demo  ## train the 3DGAN on 1 rank and on 2, three seeds; abo
 	$(BIN)/python -m examples.gan3d.study
 
 test-mpi: .venv/stamp-test  ## train on 2 hosts with every MPI, by mpiexec and srun (root; Slurm; Debian's mpich, openmpi-bin)
-	$(BIN)/python -m pytest --every-mpi tests/cluster/test_mpis.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --every-mpi -m mpi tests/cluster/test_mpis.py $(PYTEST_ARGS)
 
 BENCH := $(BIN)/python -m keras_hpc bench
 PAGE := $(BENCH) page docs/performance/*.json --out docs/performance.md

@@ -69,7 +69,7 @@ class Mpiexec:
     family: Family | None
 
 
-def library() -> Library:
+def find_library() -> Library:
     """Finds the MPI library of this environment.
 
     Raises:

@@ -24,6 +24,13 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
 
+    def misfit(self, shape: Sequence[Any], dtype: str) -> ValueError:
+        """Returns what to raise for a tensor of another shape or dtype."""
+        return ValueError(
+            f"A tensor does not fit the plan. Expected: {self.name} of shape {self.shape} and dtype {self.dtype}. "
+            f"Received: shape {tuple(shape)}, dtype {dtype}"
+        )
+
 
 class Plan:
     """A fixed list of tensors that a team reduces together, once per step.

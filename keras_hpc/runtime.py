@@ -93,7 +93,7 @@ def init(
         stall_seconds: a wait that takes longer is reported on stderr.
         check_replicas_every: compare weights and optimizer state of the ranks, bit for bit, after every so many steps
             of a model, as `check_replicas` does: memory that fails shows within these steps, not in the result. A
-            comparison reads all of them once, half a second for a gigabyte.
+            comparison reads all of them once.
         trace: path of a JSON file to which `finalize` writes what was communicated when (Chrome and Perfetto show it).
 
     Raises:

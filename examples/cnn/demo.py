@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `make demo` runs: train.py on 1 rank and on 2, one core and one thread for each rank, and what came of it.
 
-Without MPI for the one rank, with the environment's own mpiexec for the two.
+Without MPI for the one rank, by `keras_hpc run` for the two.
 """
 
 import argparse
@@ -19,8 +19,8 @@ TIME_LIMIT_S = 600
 
 def train(ranks, output, options):
     """Runs train.py and returns its summary."""
-    launcher = f"mpiexec -n {ranks} " if ranks > 1 else ""
-    print(f"\n--- {launcher}python examples/cnn/train.py {' '.join(options)}")
+    launcher = f"keras_hpc run -n {ranks} -m" if ranks > 1 else ""
+    print(" ".join(filter(None, ["\n--- python -m", launcher, "examples.cnn.train", *options])))
     launch.run("examples.cnn.train", ["--output", output, *options], ranks=ranks, timeout=TIME_LIMIT_S)
     return json.loads((output / "summary.json").read_text())
 

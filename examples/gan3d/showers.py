@@ -253,8 +253,7 @@ def main(argv=None):
         return
     try:
         run(args, comm)
-    except Exception:
-        # The other ranks wait for this one: end them all.
+    except Exception:  # whatever it was: the other ranks wait for this one, so it ends them all
         traceback.print_exc()
         sys.stderr.flush()
         comm.Abort(1)

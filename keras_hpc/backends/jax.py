@@ -117,10 +117,7 @@ def repeat(plan: Any, updates: Any, reduced: Sequence[Any], state: Any, update: 
 def _run(program: Callable[..., Any], plan: Any, tensors: Sequence[Any], weight: Any, active: Any) -> list[jax.Array]:
     for x, spec in zip(tensors, plan.tensors, strict=True):
         if x.dtype.name != spec.dtype or tuple(x.shape) != tuple(spec.shape):
-            raise ValueError(
-                f"A tensor does not fit the plan. Expected: {spec.name} of shape {spec.shape} and dtype "
-                f"{spec.dtype}. Received: shape {tuple(x.shape)}, dtype {x.dtype.name}"
-            )
+            raise spec.misfit(x.shape, x.dtype.name)
     # Without x64, float64 is float32 here, which is exact for sample counts below 2^24.
     weight = jnp.asarray(1.0 if weight is None else weight, jnp.result_type(float))
     active = jnp.asarray(True if active is None else active, bool)

@@ -161,8 +161,5 @@ def assign(variable: Any, value: np.ndarray) -> None:
 def _checked(x: Any, spec: Any) -> tf.Tensor:
     x = tf.convert_to_tensor(x)
     if x.dtype.name != spec.dtype or not x.shape.is_compatible_with(spec.shape):
-        raise ValueError(
-            f"A tensor does not fit the plan. Expected: {spec.name} of shape {spec.shape} and dtype {spec.dtype}. "
-            f"Received: shape {tuple(x.shape)}, dtype {x.dtype.name}"
-        )
+        raise spec.misfit(x.shape, x.dtype.name)
     return x

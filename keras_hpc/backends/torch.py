@@ -235,10 +235,7 @@ def _checked(x: Any, spec: Any) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         x = torch.as_tensor(getattr(x, "value", x))
     if x.dtype != _dtype(spec.dtype) or tuple(x.shape) != tuple(spec.shape):
-        raise ValueError(
-            f"A tensor does not fit the plan. Expected: {spec.name} of shape {spec.shape} and dtype {spec.dtype}. "
-            f"Received: shape {tuple(x.shape)}, dtype {str(x.dtype).removeprefix('torch.')}"
-        )
+        raise spec.misfit(x.shape, str(x.dtype).removeprefix("torch."))
     return x
 
 

@@ -198,7 +198,7 @@ def _start_ranks(count: int, hosts: int | None, mbit: int) -> int:
     command = [sys.executable, "-m", "keras_hpc", *_without(sys.argv[1:], ("--ranks", "--hosts", "--mbit"))]
     ranks = count * (hosts or 1)
     try:
-        mpiexec = launchers.find_mpiexec(launchers.library())
+        mpiexec = launchers.find_mpiexec(launchers.find_library())
         environment = os.environ | launchers.mpiexec_environment(ranks, placed=bool(hosts), pinned=True)
         environment.setdefault("OMP_NUM_THREADS", "1")
         if hosts is None:

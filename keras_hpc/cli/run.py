@@ -80,7 +80,7 @@ def _launcher(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]
     hosts = _spread(arguments.ranks, arguments.hosts)
     ranks = sum(count for _, count in hosts) or arguments.ranks
     in_slurm = "SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None and not arguments.mpiexec
-    mpi = launchers.library()
+    mpi = launchers.find_library()
     if arguments.launcher == "srun" or (arguments.launcher is None and in_slurm):
         for option, given in (("--hosts", hosts), ("--cores", arguments.cores), ("--no-pin", arguments.no_pin)):
             if given:

@@ -99,9 +99,8 @@ def _part(step: scope.Step) -> Any:
 
 def _sum(step: scope.Step, numbers: Any) -> list[Any]:
     """Returns the sum of a few numbers over all ranks."""
-    step.losses += 1
     specs = [TensorSpec("counts", tuple(numbers.shape), "float32")]
-    plan = teams.team_of(step.model).plan(f"{step.key}/loss{step.losses}", specs, op="sum", weighted=False)
+    plan = teams.team_of(step.model).plan(f"{step.key}/loss{step.next_use('losses')}", specs, op="sum", weighted=False)
     return list(backends.current().reduce(plan, [keras.ops.stop_gradient(numbers)]))
 
 

@@ -70,48 +70,51 @@ def _together(original: Any) -> Any:
             self.synchronized = True
         if not scope.active() or isinstance(inputs, keras.KerasTensor):
             return mean, variance
-        return _combine(self, mean, variance, _count(self, inputs, mask))
+        return _combine(self, mean, variance, inputs, mask)
 
     return _moments
 
 
-def _count(layer: Any, inputs: Any, mask: Any) -> Any:
-    """Returns how many values of each channel this rank has, a scalar of float32; 0 if its batch stands for none."""
+def _count(layer: Any, inputs: Any, mask: Any, samples: Any) -> Any:
+    """Returns how many values of each channel this rank has, a scalar; 0 if its batch stands for no samples."""
     if mask is None:
-        sizes = [ops.shape(inputs)[axis] for axis in layer._reduction_axes]
-        count = functools.reduce(ops.multiply, [ops.cast(size, "float32") for size in sizes])
+        sizes = [ops.cast(ops.shape(inputs)[axis], samples.dtype) for axis in layer._reduction_axes]
+        count = functools.reduce(ops.multiply, sizes)
     else:
-        count = ops.sum(ops.cast(ops.broadcast_to(mask, ops.shape(inputs)[:-1]), "float32"))
-    samples = _samples()
-    return count if samples is None else ops.where(samples > 0, count, 0.0)
+        count = ops.sum(ops.cast(ops.broadcast_to(mask, ops.shape(inputs)[:-1]), samples.dtype))
+    return ops.where(samples > 0, count, ops.zeros_like(count))
 
 
-def _samples() -> Any:
-    """Returns the weight of this rank's gradients, a scalar; None if all ranks weigh alike."""
-    step = scope.step()
-    return None if step is None or step.count is None else ops.cast(step.count, "float32")
-
-
-def _combine(layer: Any, mean: Any, variance: Any, count: Any) -> tuple[Any, Any]:
+def _combine(layer: Any, mean: Any, variance: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
     step = scope.step()
     team = teams.team_of(layer if step is None else step.model)
+    count = None if step is None else step.count
+    samples = ops.cast(1 if count is None else count, mean.dtype)  # the weight of this rank's gradients
+    number = _count(layer, inputs, mask, samples)
     size = int(mean.shape[0])
     origin = ops.stop_gradient(ops.cast(layer.moving_mean, mean.dtype))
     distance = mean - origin
-    parts = [count * distance, count * (variance + ops.square(distance)), ops.reshape(count, (1,))]
+    parts = [number * distance, number * (variance + ops.square(distance)), ops.reshape(number, (1,))]
     # A rank that has no values has a mean of nothing.
-    packed = ops.where(count > 0, ops.concatenate(parts), ops.zeros((2 * size + 1,), mean.dtype))
-    samples = _samples()
-    weight = ops.ones((), "float32") if samples is None else samples
-    total = _sum(team, scope.key_of(layer, "layer"), packed, weight)
-    number = ops.maximum(total[-1], 1e-12)
-    shift = total[:size] / number
-    return origin + shift, ops.maximum(total[size:-1] / number - ops.square(shift), 0.0)
+    packed = ops.where(number > 0, ops.concatenate(parts), ops.zeros((2 * size + 1,), mean.dtype))
+    key = scope.key_of(layer, "layer")
+    use = 0 if step is None else step.next_use(key)  # uses of a layer in one step may overlap in time
+    total = _sum(team, f"{key}/{use}", packed, samples)
+    all_numbers = ops.maximum(total[-1], 1e-12)
+    shift = total[:size] / all_numbers
+    return origin + shift, ops.maximum(total[size:-1] / all_numbers - ops.square(shift), 0.0)
 
 
 def _sum(team: Any, key: str, numbers: Any, weight: Any) -> Any:
-    """Returns the sum of vectors over all ranks, with its gradient. Collective, forward and backward."""
-    specs = [TensorSpec("moments", tuple(numbers.shape), "float32")]
+    """Returns the sum of vectors over all ranks, with its gradient. Collective, forward and backward.
+
+    Args:
+        team: of these ranks.
+        key: names the plans.
+        numbers: (n,), float32 or float64.
+        weight: of this rank's gradients, a scalar of the same dtype.
+    """
+    specs = [TensorSpec("moments", tuple(numbers.shape), keras.backend.standardize_dtype(numbers.dtype))]
     forward, backward = (
         team.plan(f"{key}/{way}", specs, op="sum", weighted=False) for way in ("moments", "moments' gradient")
     )

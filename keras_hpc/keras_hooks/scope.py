@@ -6,6 +6,7 @@ All of it is kept for each thread, as a job may train models of several teams in
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -27,16 +28,21 @@ class Step:
         key: names the model's plans, the same on every rank.
         together: whether all ranks run as many of these steps, so that they may exchange something in each.
         count: samples in this rank's batch, a number or a scalar tensor; None if the data has no batch axis.
-        losses: exchanges of losses so far.
         total: samples of all ranks, once they were exchanged.
+        uses: how often each kind of exchange was used so far.
     """
 
     model: Any
     key: str
     together: bool
     count: Any
-    losses: int = 0
     total: Any = None
+    uses: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def next_use(self, what: str) -> int:
+        """Returns how often an exchange was used in this step before: 0, then 1, the same on every rank."""
+        self.uses[what] += 1
+        return self.uses[what] - 1
 
 
 @dataclasses.dataclass

