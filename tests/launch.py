@@ -27,8 +27,9 @@ ENVIRONMENT = {
     "TF_NUM_INTEROP_THREADS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "CUDA_VISIBLE_DEVICES": "",
-    # Half of the time of a JAX test is compiling small models well.
-    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    # More than half of the time of a JAX test is compiling small models well.
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
     "PYTHONFAULTHANDLER": "1",
     "XDG_CACHE_HOME": tempfile.mkdtemp(prefix="keras_hpc-tests-"),
     # Open MPI refuses root, and more ranks than cores, unless told otherwise; ranks that outnumber cores must yield.
