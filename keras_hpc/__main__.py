@@ -4,7 +4,7 @@
 import argparse
 import sys
 
-from keras_hpc.cli import bench, doctor, run, template
+from keras_hpc.cli import bench, doctor, plan, run, template
 
 
 def main() -> int:
@@ -14,6 +14,7 @@ def main() -> int:
     doctor.add_command(commands)
     bench.add_command(commands)
     run.add_command(commands)
+    plan.add_command(commands)
     template.add_command(commands)
     arguments = parser.parse_args()
     status: int = arguments.run(arguments)

@@ -1,5 +1,6 @@
 """`python -m keras_hpc`: what it shows, alone and as a job."""
 
+import json
 import re
 
 import pytest
@@ -15,10 +16,9 @@ def test_help(run_ranks):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("backend", ["tensorflow", "jax"])
-def test_doctor(ranks, backend, run_ranks):
-    text = run_ranks(
-        ranks, ["-m", "keras_hpc", "doctor", "--parameters", "1000000"], backend=backend, mpi=ranks > 1
-    ).output
+def test_doctor(ranks, backend, run_ranks, tmp_path):
+    args = ["-m", "keras_hpc", "doctor", "--parameters", "1000000", "--json", tmp_path / "doctor.json"]
+    text = run_ranks(ranks, args, backend=backend, mpi=ranks > 1).output
     for word in ("Python", "Keras", backend, "mpi4py", "MPICH", "MPI_THREAD_MULTIPLE", "libkeras_hpc.so", "correct"):
         assert word in text, text
     assert text.count("installation\n") == 1, "only rank 0 reports"
@@ -26,6 +26,11 @@ def test_doctor(ranks, backend, run_ranks):
     copies = float(re.search(r"\(([\d.]+) copies of the gradients", text)[1])
     assert copies <= 1
     assert copies == pytest.approx((ranks - 1) / ranks, abs=0.05)
+    assert bool(re.search(r"inside nodes +latency [\d.]+ us, [\d.]+ GB/s", text)) == (ranks > 1), text
+    measured = json.loads((tmp_path / "doctor.json").read_text())
+    assert len(measured["links"]) == ranks * (ranks - 1) / 2
+    assert len(measured["compute_ms"]) == measured["ranks"] == ranks
+    assert measured["gradients"]["bytes"] == 4_000_000
 
 
 def test_what_will_be_slow_is_hinted_at(run_ranks):
@@ -35,6 +40,7 @@ def test_what_will_be_slow_is_hinted_at(run_ranks):
     assert "hint: 128 compute threads share" in text
     assert "hint: 64 compute threads share" in text
     assert "hint: nodes have different numbers of ranks" in text
+    assert "between nodes" in text
 
 
 def test_wrong_use_is_explained(run_ranks):

@@ -71,9 +71,9 @@ class Gan:
         self.discriminator = networks.discriminator(preset)
         self.combined = networks.combine(self.generator, self.discriminator)
         self.generator.compile(jit_compile=networks.use_xla())  # to generate only
-        self.discriminator.compile(**networks.compile_arguments(learning_rate))
+        self.discriminator.compile(**networks.compile_arguments(preset, learning_rate))
         keras_hpc.assign_team(self.discriminator, 0)
-        self.combined.compile(**networks.compile_arguments(learning_rate))
+        self.combined.compile(**networks.compile_arguments(preset, learning_rate))
         keras_hpc.assign_team(self.combined, 1)
         self.models = [self.discriminator, self.combined]
 

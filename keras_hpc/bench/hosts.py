@@ -101,6 +101,12 @@ class Hosts:
         """Returns the command as it runs beside the hosts, where a launcher can reach them."""
         return [self.agent, _HEAD, shlex.join(command)]
 
+    def limit(self, name: str, mbit: int) -> None:
+        """Gives a host's link another bandwidth, each way, in Mbit/s."""
+        limit = f"root tbf rate {mbit}mbit burst {_BURST} latency 50ms"
+        self._run(name, f"tc qdisc replace dev eth0 {limit}")
+        self._run("switch", f"tc qdisc replace dev {name} {limit}")
+
     def _make(self) -> None:
         addresses = {name: f"10.77.0.{i + 1}" for i, name in enumerate([*self.names, _HEAD])}
         table = "".join(f"{address} {name}\n" for name, address in addresses.items())
@@ -120,9 +126,7 @@ class Hosts:
             self._run("switch", f"ip link set {name} master br0 up")
             self._run(name, f"ip addr add {address}/24 dev eth0", "ip link set eth0 up")
             if self._mbit is not None and name != _HEAD:
-                limit = f"root tbf rate {self._mbit}mbit burst {_BURST} latency 50ms"
-                self._run(name, f"tc qdisc replace dev eth0 {limit}")
-                self._run("switch", f"tc qdisc replace dev {name} {limit}")
+                self.limit(name, self._mbit)
 
     def _keep(self, name: str, cores: list[int]) -> None:
         setup = [

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m keras_hpc doctor`: is everything there, do the ranks find each other, what will it cost in memory."""
+"""`python -m keras_hpc doctor`: is everything there, do the ranks meet, how fast, and what memory it takes."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import platform
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import keras_hpc
-from keras_hpc import _native, launch, runtime, selection, threads
+from keras_hpc import _native, launch, links, runtime, selection, threads
 from keras_hpc.plans import TensorSpec
 
 
@@ -23,17 +25,18 @@ def add_command(commands: Any) -> None:
     """Adds the subcommand to the parser."""
     parser = commands.add_parser(
         "doctor",
-        help="check the installation, the launch and the memory",
-        description="Checks the installation, the launch and the memory that communication takes. Run it alone, or as "
-        "a job to see all ranks: mpiexec -n 4 python -m keras_hpc doctor",
+        help="check the installation, the launch, the links and the memory",
+        description="Checks the installation and the launch, measures the links between ranks, and names what is slow "
+        "or takes memory. Run it alone, or as a job to see all ranks: mpiexec -n 4 python -m keras_hpc doctor",
     )
     parser.add_argument(
         "--parameters",
         type=int,
         default=25_000_000,
         metavar="N",
-        help="trainable parameters (float32) of the model whose memory is shown (default: 25 million, a ResNet50)",
+        help="trainable parameters (float32) of the model to reduce gradients of (default: 25 million, a ResNet50)",
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured there, for `plan --doctor`")
     parser.set_defaults(run=run)
 
 
@@ -46,16 +49,21 @@ def run(arguments: argparse.Namespace) -> int:
     team = job.teams[0]
     about_me = {"host": socket.gethostname(), "cores": sorted(os.sched_getaffinity(0)), "threads": _compute_threads()}
     everyone = team.allgather_object(about_me)
+    communication = _communication(job, arguments.parameters)
+    measured = _measure(job, arguments.parameters)
+    slow = links.slow_links(measured["links"]) + links.slow_ranks(measured["compute_ms"])
     lines = [
         "installation",
         *_table(_versions()),
         "ranks",
         *_ranks(job, everyone),
         "communication",
-        *_table(_communication(job, arguments.parameters)),
-        *(f"hint: {hint}" for hint in _hints(job, everyone)),
+        *_table(communication | _speeds(measured)),
+        *(f"hint: {hint}" for hint in _hints(job, everyone) + slow),
     ]
     if job.rank == 0:
+        if arguments.json:
+            arguments.json.write_text(json.dumps(measured, indent=2) + "\n")
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
     keras_hpc.finalize()
@@ -140,6 +148,43 @@ def _communication(job: runtime.Job, parameters: int) -> dict[str, str]:
     rows["memory"] = (
         f"{parameters:,} parameters: gradients {gradients:.1f} MiB, shared memory {extra:.1f} MiB per rank and team "
         f"({extra / gradients:.2f} copies of the gradients; never more than 1)"
+    )
+    return rows
+
+
+def _measure(job: runtime.Job, parameters: int) -> dict[str, Any]:
+    """Times links, computing, and an allreduce of the gradients. Collective; the same on all ranks."""
+    team = job.teams[0]
+    mine = links.measure(job.comm, job.node_of_rank) if job.size > 1 else []
+    all_links = [link for theirs in team.allgather_object(mine) for link in theirs]
+    gradients = np.zeros(parameters, np.float32)
+    seconds = []
+    for _ in range(4):  # the first one warms up
+        team.barrier()
+        begin = time.perf_counter()
+        team.allreduce(gradients)
+        seconds.append(time.perf_counter() - begin)
+    best = float(team.allgather(np.array([seconds[1:]])).max(axis=0).min())
+    return {
+        "ranks": job.size,
+        "nodes": job.node_count,
+        "summary": links.summary(all_links),
+        "gradients": {"bytes": gradients.nbytes, "ms": 1e3 * best},
+        "compute_ms": team.allgather(np.array([links.compute_ms()])).tolist(),
+        "links": all_links,
+    }
+
+
+def _speeds(measured: dict[str, Any]) -> dict[str, str]:
+    if measured["ranks"] == 1:
+        return {}
+    rows = {}
+    for kind, found in measured["summary"].items():
+        name = {"between": "between nodes", "inside": "inside nodes"}[kind]
+        rows[name] = f"latency {found['latency_us']:.1f} us, {found['gb_per_s']:.2f} GB/s (MPI ping-pong, median link)"
+    nbytes, milliseconds = measured["gradients"]["bytes"], measured["gradients"]["ms"]
+    rows["gradients"] = (
+        f"allreduce of {nbytes / 2**20:.1f} MiB: {milliseconds:.1f} ms, {nbytes / milliseconds / 1e6:.2f} GB/s"
     )
     return rows
 
