@@ -11,8 +11,8 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import re
-import socket
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,7 +86,7 @@ def known(team: Team) -> list[Choice]:
 
 def key_of(world: launch.World) -> str:
     """Returns a name for jobs that may share their measurements: same first host, MPI, shape and cores of a rank."""
-    about = [socket.gethostname(), launch.mpi_version(world), world.node_of_rank, len(os.sched_getaffinity(0))]
+    about = [platform.node(), launch.mpi_version(world), world.node_of_rank, len(os.sched_getaffinity(0))]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 

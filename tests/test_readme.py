@@ -36,7 +36,7 @@ def _blocks():
         for number, (language, code) in enumerate(re.findall(r"^```(python|bash)\n(.*?)^```", text, re.M | re.S), 1):
             if language == "bash":
                 # A line after the other, unless they need each other.
-                for line in [code] if "=$(" in code else code.strip().splitlines():
+                for line in [code] if "=$(" in code else code.strip().replace("\\\n", "").splitlines():
                     yield pytest.param(page, language, line, id=f"{page}: {line[:100]}")
             else:
                 yield pytest.param(page, language, code, id=f"{page}: block {number}")

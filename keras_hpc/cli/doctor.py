@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import socket
 import sys
 import time
 from pathlib import Path
@@ -47,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     keras_hpc.init()
     job = runtime.job()
     team = job.teams[0]
-    about_me = {"host": socket.gethostname(), "cores": sorted(os.sched_getaffinity(0)), "threads": _compute_threads()}
+    about_me = {"host": platform.node(), "cores": sorted(os.sched_getaffinity(0)), "threads": _compute_threads()}
     everyone = team.allgather_object(about_me)
     communication = _communication(job, arguments.parameters)
     measured = _measure(job, arguments.parameters)

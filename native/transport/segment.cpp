@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -16,6 +17,11 @@ namespace keras_hpc {
 int create_shared_file(size_t nbytes) {
   const int fd = memfd_create("keras_hpc", MFD_CLOEXEC);
   if (fd < 0) throw Error(std::string("Cannot create shared memory (memfd_create): ") + std::strerror(errno));
+  // Other users cannot reach it through /proc anyway, where nobody has weakened that.
+  if (fchmod(fd, S_IRUSR | S_IWUSR) != 0) {
+    close(fd);
+    throw Error(std::string("Cannot make shared memory private (fchmod): ") + std::strerror(errno));
+  }
   const int failure = posix_fallocate(fd, 0, static_cast<off_t>(nbytes));
   if (failure != 0) {
     close(fd);
