@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What benchmark.py starts on each rank: trains a network on synthetic data by `fit`, and times its steps.
+
+Prints one line of JSON on rank 0. Without --distributed it is a plain Keras script, which does not import keras_hpc.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+
+import numpy as np
+
+from examples.cnn.networks import NETWORKS, data
+
+WARM_UP = 3  # steps
+
+
+def arguments(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=NETWORKS, required=True)
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--image-size", type=int)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--distributed", action="store_true", help="call keras_hpc.init()")
+    parser.add_argument("--schedule", choices=["synchronous", "pipelined"], default="synchronous")
+    return parser.parse_args(argv)
+
+
+class Clock:
+    """Times the calls of a model's training function: one is a step."""
+
+    def __init__(self, model):
+        self.seconds = []
+        self._model, self._function = model, model.train_function
+        model.train_function = self._timed
+
+    def _timed(self, *args):
+        begin = time.perf_counter()
+        result = self._function(*args)
+        _wait(result)
+        self.seconds.append(time.perf_counter() - begin)
+        return result
+
+    def stop(self):
+        self._model.train_function = self._function
+
+
+def _wait(result):
+    """JAX returns before it has computed."""
+    import keras
+
+    if keras.backend.backend() == "jax":
+        import jax
+
+        jax.block_until_ready(result)
+
+
+def update_seconds(model, repetitions=10):
+    """Times the optimizer's update alone, with gradients of zeros, compiled where the backend compiles. Median."""
+    import keras
+
+    variables = model.trainable_variables
+    backend, optimizer = keras.backend.backend(), model.optimizer
+    gradients = [keras.ops.zeros(v.shape, v.dtype) for v in variables]
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        run = tf.function(lambda: optimizer.apply(gradients, variables))
+    elif backend == "jax":
+        import jax
+
+        compiled = jax.jit(optimizer.stateless_apply, donate_argnums=(0, 2))
+        state = [[jax.numpy.copy(v.value) for v in some] for some in (optimizer.variables, variables)]
+
+        def run():
+            new, state[0] = compiled(state[0], gradients, state[1])
+            state[1] = new
+            jax.block_until_ready(state)
+    else:
+
+        def run():
+            optimizer.apply(gradients, variables)
+
+    times = []
+    for _ in range(repetitions + 2):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return float(np.median(times[2:]))
+
+
+def measure(args):
+    """Returns this rank's measurements, a dictionary of numbers and lists."""
+    import keras
+
+    job = None
+    if args.distributed:
+        import keras_hpc
+        from keras_hpc import report, runtime
+
+        keras_hpc.init(shard=False)  # synthetic: each rank makes its own
+        keras_hpc.configure_team(0, schedule=args.schedule)
+        job = runtime.job()
+    network = NETWORKS[args.model]
+    shape = network.shape_of(args.image_size)
+    keras.utils.set_random_seed(1)
+    model = network.build(shape, network.classes)
+    model.compile(
+        optimizer=keras.optimizers.SGD(1e-3, momentum=0.9),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=keras.backend.backend() == "jax",
+    )
+    x, y = data(shape, network.classes, args.steps * args.batch_size)
+    first = WARM_UP * args.batch_size
+    options = {"batch_size": args.batch_size, "shuffle": False, "verbose": 0}
+    model.fit(x[:first], y[:first], **options)
+    model.fit(x, y, **options)  # once as it will be timed, or a last shape is compiled then
+
+    clock = Clock(model)
+    meter = report.Meter(job.teams[0]) if job and job.size > 1 else None
+    begin = time.perf_counter()
+    model.fit(x, y, **options)
+    whole = time.perf_counter() - begin
+    clock.stop()
+    found = {
+        "parameters": int(sum(np.prod(v.shape) for v in model.trainable_variables)),
+        "step_ms": [1e3 * s for s in clock.seconds],
+        "input_ms": 1e3 * (whole - sum(clock.seconds)) / args.steps,
+        "exposed_ms": 0.0,
+        "hidden_ms": 0.0,
+    }
+    if meter is not None:
+        figures = meter.read()
+        found["exposed_ms"] = 1e3 * figures.exposed_seconds / args.steps
+        found["hidden_ms"] = max(0.0, 1e3 * figures.wire_seconds / args.steps - found["exposed_ms"])
+    if job is None:
+        found["update_ms"] = 1e3 * update_seconds(model)
+        return [found]
+    with keras_hpc.local():
+        found["update_ms"] = 1e3 * update_seconds(model)
+    return job.teams[0].allgather_object(found)
+
+
+def main(argv=None):
+    args = arguments(argv)
+    ranks = measure(args)
+    import keras
+
+    if not args.distributed or sys.modules["keras_hpc"].rank() == 0:
+        package = {"tensorflow": "tensorflow", "jax": "jax", "torch": "torch"}[keras.backend.backend()]
+        versions = {"keras": keras.__version__, package: __import__(package).__version__}
+        print("RESULT " + json.dumps({"ranks": ranks, "versions": versions, "pid": os.getpid()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
