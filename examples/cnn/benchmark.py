@@ -108,7 +108,7 @@ def scaling(runs, args):
         median = float(np.median(times))
         # One rank's work in its own time: N times as much with N ranks, or, of a shared batch, as much in 1/N.
         efficiency = alone / median / (setting.ranks if args.strong else 1)
-        whole = median + float(np.median([rank["input_ms"] for found in rounds for rank in found["ranks"]]))
+        whole = median + float(np.median([rank["gap_ms"] for found in rounds for rank in found["ranks"]]))
         lines.append(
             {
                 "runs": setting.name,
@@ -131,9 +131,11 @@ def profile(runs):
         ranks = []
         for number in range(setting.ranks):
             mine = [found["ranks"][number] for found in rounds]
-            parts = {name: float(np.median([one[f"{name}_ms"] for one in mine])) for name in PARTS if name != "compute"}
+            names = ("gap", "draw", "exposed", "hidden", "update")
+            parts = {name: float(np.median([one[f"{name}_ms"] for one in mine])) for name in names}
             step = float(np.median([np.median(one["step_ms"]) for one in mine]))
-            parts["compute"] = max(0.0, step - parts["exposed"] - parts["update"])
+            parts["input"] = parts["gap"] + parts["draw"]
+            parts["compute"] = max(0.0, step - parts["draw"] - parts["exposed"] - parts["update"])
             ranks.append({name: parts[name] for name in PARTS})
         mean = {name: float(np.mean([rank[name] for rank in ranks])) for name in PARTS}
         lines += [{"runs": setting.name, "rank": n, **parts} for n, parts in enumerate(ranks)]
@@ -155,9 +157,9 @@ def draw(table, parts, title, folder):
     left.plot(
         ranks, [table[0]["samples/s"] * n for n in ranks], ":", color="0.5", label="Keras on one rank, times ranks"
     )
-    left.set(xscale="log", yscale="log", xlabel="ranks, one core each", ylabel="samples/s", xticks=ranks)
+    left.set(xscale="log", yscale="log", xlabel="ranks, one core each", ylabel="samples/s")
     left.set_xticks(ranks, [str(n) for n in ranks])
-    left.minorticks_off()
+    left.xaxis.minorticks_off()
     left.legend()
     bars = right.bar([str(n) for n in ranks], [line["efficiency"] for line in ours])
     right.bar_label(bars, fmt="{:.2f}")

@@ -28,33 +28,35 @@ def arguments(argv=None):
     return parser.parse_args(argv)
 
 
-class Clock:
-    """Times the calls of a model's training function: one is a step."""
+def time_steps(model, fit, function):
+    """Lets `fit` call `function` for each step, and times it.
 
-    def __init__(self, model):
-        self.seconds = []
-        self._model, self._function = model, model.train_function
-        model.train_function = self._timed
+    Args:
+        model: it has been trained before.
+        fit: a function without arguments.
+        function: in the place of the model's training function.
 
-    def _timed(self, *args):
-        begin = time.perf_counter()
-        result = self._function(*args)
-        _wait(result)
-        self.seconds.append(time.perf_counter() - begin)
-        return result
-
-    def stop(self):
-        self._model.train_function = self._function
-
-
-def _wait(result):
-    """JAX returns before it has computed."""
+    Returns:
+        seconds of the steps, and between them, two lists.
+    """
     import keras
 
-    if keras.backend.backend() == "jax":
-        import jax
+    wait = lambda result: None  # noqa: E731
+    if keras.backend.backend() == "jax":  # which returns before it has computed
+        from jax import block_until_ready as wait
+    begins, ends = [], []
 
-        jax.block_until_ready(result)
+    def timed(*args):
+        begins.append(time.perf_counter())
+        result = function(*args)
+        wait(result)
+        ends.append(time.perf_counter())
+        return result
+
+    original, model.train_function = model.train_function, timed
+    fit()
+    model.train_function = original
+    return np.subtract(ends, begins).tolist(), np.subtract(begins[1:], ends[:-1]).tolist()
 
 
 def update_seconds(model, repetitions=10):
@@ -113,21 +115,19 @@ def measure(args):
         jit_compile=keras.backend.backend() == "jax",
     )
     x, y = data(shape, network.classes, args.steps * args.batch_size)
-    first = WARM_UP * args.batch_size
-    options = {"batch_size": args.batch_size, "shuffle": False, "verbose": 0}
-    model.fit(x[:first], y[:first], **options)
-    model.fit(x, y, **options)  # once as it will be timed, or a last shape is compiled then
 
-    clock = Clock(model)
+    def fit(samples=None):
+        model.fit(x[:samples], y[:samples], batch_size=args.batch_size, shuffle=False, verbose=0)
+
+    fit(WARM_UP * args.batch_size)
+    fit()  # as it will be timed: what is still to be compiled or allocated is so now
     meter = report.Meter(job.teams[0]) if job and job.size > 1 else None
-    begin = time.perf_counter()
-    model.fit(x, y, **options)
-    whole = time.perf_counter() - begin
-    clock.stop()
+    steps, gaps = time_steps(model, fit, model.train_function)
     found = {
         "parameters": int(sum(np.prod(v.shape) for v in model.trainable_variables)),
-        "step_ms": [1e3 * s for s in clock.seconds],
-        "input_ms": 1e3 * (whole - sum(clock.seconds)) / args.steps,
+        "step_ms": [1e3 * s for s in steps],
+        "gap_ms": 1e3 * float(np.median(gaps)),
+        "draw_ms": 0.0,
         "exposed_ms": 0.0,
         "hidden_ms": 0.0,
     }
@@ -135,6 +135,9 @@ def measure(args):
         figures = meter.read()
         found["exposed_ms"] = 1e3 * figures.exposed_seconds / args.steps
         found["hidden_ms"] = max(0.0, 1e3 * figures.wire_seconds / args.steps - found["exposed_ms"])
+    if keras.backend.backend() == "tensorflow":  # whose steps draw their batch themselves: once more, without the rest
+        drawing, _ = time_steps(model, fit, lambda iterator: (next(iterator), {})[1])
+        found["draw_ms"] = 1e3 * float(np.median(drawing))
     if job is None:
         found["update_ms"] = 1e3 * update_seconds(model)
         return [found]
