@@ -1,0 +1,118 @@
+"""examples.cnn.benchmark: its arithmetic by hand, and one small run."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from launch import ROOT, child_environment, launch
+
+from examples.cnn import benchmark, networks
+
+
+def _rank(step, **parts):
+    zero = dict.fromkeys(("gap_ms", "draw_ms", "exposed_ms", "hidden_ms", "update_ms"), 0.0)
+    return {"parameters": 7, "step_ms": step} | zero | parts
+
+
+ARGUMENTS = ["--batch-size", "8", "--ranks", "1,2"]
+
+
+def test_weak_and_strong_scaling():
+    for strong, batch, efficiency in ((False, 8, 0.8), (True, 4, 0.4)):
+        args = benchmark.arguments([*ARGUMENTS, *["--strong"] * strong])
+        plain, one, two = benchmark.settings(args)
+        assert (plain.distributed, one.distributed, two.ranks, two.batch_size) == (False, True, 2, batch)
+        runs = [
+            (plain, [{"ranks": [_rank([10, 10, 30])]}]),
+            (one, [{"ranks": [_rank([10, 10, 10])]}]),
+            # The slowest rank in each step counts: 10, 12.5, 12.5; then 12.5, 13, 12.
+            (two, [{"ranks": [_rank([10, 5, 12.5]), _rank([9, 12.5, 5])]}, {"ranks": [_rank([12.5, 13, 12])] * 2}]),
+        ]
+        lines = benchmark.scaling(runs, args)
+        assert [line["step_ms"] for line in lines] == [10, 10, 12.5]
+        assert lines[2]["efficiency"] == pytest.approx(efficiency)
+        assert lines[2]["samples/s"] == pytest.approx(1000 * 2 * batch / 12.5)
+
+
+def test_profile_adds_up_to_the_step():
+    parts = {"gap_ms": 1.0, "draw_ms": 2.0, "exposed_ms": 3.0, "hidden_ms": 40.0, "update_ms": 4.0}
+    setting = benchmark.Setting(2, True, 8)
+    rounds = [{"ranks": [_rank([20, 20], **parts), _rank([30, 30])]}]
+    first, second, mean = benchmark.profile([(setting, rounds)])
+    assert (first["input"], first["compute"], first["hidden"]) == (3, 20 - 2 - 3 - 4, 40)
+    assert sum(first[name] for name in benchmark.PARTS if name != "hidden") == pytest.approx(20 + 1)
+    assert second["compute"] == 30
+    assert mean["rank"] == "mean"
+    assert mean["compute"] == pytest.approx((11 + 30) / 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "0,2"], "Received: '0,2'"),
+        (["--ranks", "two"], "Received: 'two'"),
+        (["--ranks", "3", "--strong", "--batch-size", "8"], "must divide --batch-size. Received: 8"),
+        (["--model", "alexnet"], "invalid choice: 'alexnet'"),
+    ],
+)
+def test_wrong_use_is_explained(words, said, capsys):
+    with pytest.raises(SystemExit):
+        benchmark.arguments(words)
+    assert said in capsys.readouterr().err
+
+
+PARAMETERS = """
+import json
+from examples.cnn.networks import NETWORKS
+sizes = {}
+for name, network in NETWORKS.items():
+    model = network.build((224, 224, 3) if name in ("hep_cnn", "inception_v3") else network.shape, network.classes)
+    sizes[name] = model.count_params()
+small = NETWORKS["hep_cnn"]
+sizes["hep_cnn, small"] = small.build(small.shape, small.classes).count_params()
+print(json.dumps(sizes))
+"""
+
+
+def test_networks_are_the_published_ones():
+    env = child_environment("torch")
+    done = subprocess.run(
+        [sys.executable, "-c", PARAMETERS], capture_output=True, text=True, env=env, cwd=ROOT, timeout=120, check=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "lenet": 1_199_882,
+        "mlp": 50_384_906,
+        "hep_cnn": 594_178,  # Kurth et al.
+        "hep_cnn, small": 446_594,
+        "resnet50": 25_636_712,
+        "inception_v3": 23_851_784,
+    }
+
+
+def test_synthetic_data_are_the_same_for_all():
+    x, y = networks.data((5, 5, 2), 3, 40)
+    again, _ = networks.data((5, 5, 2), 3, 40)
+    np.testing.assert_array_equal(x, again)
+    assert (x.shape, x.dtype, y.dtype, set(y)) == ((40, 5, 5, 2), np.float32, np.int32, {0, 1, 2})
+
+
+@pytest.mark.mpi
+def test_a_small_run(tmp_path):
+    words = ["--model", "lenet", "--batch-size", "4", "--steps", "3", "--rounds", "1", "--backend", "torch"]
+    command = [sys.executable, "-m", "examples.cnn.benchmark", *words, "--out", str(tmp_path / "out")]
+    done = launch(1, command, timeout=240, env=child_environment("torch"), mpi=False)
+    assert done.returncode == 0, done.output
+    assert "2 ranks" in done.output
+    found = json.loads((tmp_path / "out" / "benchmark.json").read_text())
+    assert [len(run["rounds"][0]["ranks"]) for run in found["runs"]] == [1, 1, 2]
+    assert all(len(rank["step_ms"]) == 3 for run in found["runs"] for rank in run["rounds"][0]["ranks"])
+    two = found["runs"][2]["rounds"][0]["ranks"][0]
+    assert two["exposed_ms"] + two["hidden_ms"] > 0, "two ranks communicate"
+    assert found["runs"][1]["rounds"][0]["ranks"][0]["exposed_ms"] == 0
+    with (tmp_path / "out" / "scaling.csv").open() as file:
+        assert [line["runs"] for line in csv.DictReader(file)] == ["Keras", "1 rank", "2 ranks"]
+    for name in ("scaling.png", "profile.png"):
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
