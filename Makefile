@@ -14,7 +14,7 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native examples/c -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak test-mpi gan3d bench bench-hosts lint format clean
+.PHONY: help demo test soak test-mpi gan3d largebatch bench bench-hosts lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -31,6 +31,9 @@ soak: .venv/stamp-test  ## the tests that `make test` leaves out because they ta
 
 gan3d: .venv/stamp-demo  ## train the 3DGAN on 1 rank and on 2, three seeds; about 20 minutes; report in results/gan3d
 	$(BIN)/python -m examples.gan3d.study
+
+largebatch: .venv/stamp-demo  ## train with batches of 64 to 4,096 by SGD and by LARS, three seeds; report in results/largebatch
+	$(BIN)/python -m examples.largebatch.study
 
 test-mpi: .venv/stamp-test  ## train on 2 hosts with every MPI, by mpiexec and srun (root; Slurm; Debian's mpich, openmpi-bin)
 	$(BIN)/python -m pytest --every-mpi -m mpi tests/cluster/test_mpis.py $(PYTEST_ARGS)

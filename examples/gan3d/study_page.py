@@ -6,7 +6,7 @@ import csv
 import matplotlib as mpl
 import numpy as np
 
-from examples.gan3d import pages
+from examples import pages
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

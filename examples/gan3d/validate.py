@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from examples.gan3d import figures, metrics, pages
+from examples import pages
+from examples.gan3d import figures, metrics
 from examples.gan3d.figures import Sample
 
 # GeV; those of a sample that reaches 200 GeV or less, and those of any other.
