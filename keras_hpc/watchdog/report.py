@@ -118,7 +118,7 @@ def without_rank_0(state: State, places: Sequence[Place]) -> str:
 def _waits(state: State) -> list[str]:
     return [
         f"rank {state.rank} waited {stall.seconds:.0f} s in {where_text(stall)}"
-        + (f" for {ranks_text(stall.missing)}." if stall.missing else ".")
+        + (f", as far as it sees for {ranks_text(stall.missing)}." if stall.missing else ".")
         for stall in state.stalls
     ]
 

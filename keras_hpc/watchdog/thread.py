@@ -15,6 +15,7 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from keras_hpc import shutdown
@@ -165,7 +166,9 @@ class Watchdog:
                 self._send(0, "resolved", stall=dataclasses.asdict(stall))
         if self._unheard_since is not None and now - self._unheard_since > self._answer_seconds:
             self._unheard_since = None
-            _write(report.without_rank_0(self._state(), self._places))
+            state = self._state()
+            _write(report.without_rank_0(state, self._places))
+            self._end_without([0], [state])
 
     def _state(self) -> State:
         return state_of(self._job.rank, self._job.teams, self._neighbours)
@@ -175,6 +178,12 @@ class Watchdog:
         if self._abort_at is None:
             self._reason = reason
             self._abort_at = time.monotonic() + _LAST_WORD_SECONDS
+
+    def _end_without(self, silent: Iterable[int], states: Iterable[State]) -> None:
+        """Ends the job if a process has ended: nobody will ever come, whatever its launcher thinks of it."""
+        for rank in silent:
+            if report.has_ended(rank, states):
+                self._end(f"the process of rank {rank} has ended, and others wait for it.")
 
     def _speak(self) -> None:
         """Tells rank 0 why this rank ends the job, and ends it if that is the watchdog's part."""
@@ -212,9 +221,7 @@ class Watchdog:
         self._known.update(stall.key for state in states.values() for stall in state.stalls)
         members = {team.index: team.ranks for team in self._job.teams}
         _write(report.text(states, self._places, members, self._job.timeout_seconds))
-        ended = [r for r in range(self._job.size) if r not in states and report.has_ended(r, states.values())]
-        if ended:
-            self._end(f"the process of {report.ranks_text(ended)} has ended, and others wait for it.")
+        self._end_without([rank for rank in range(self._job.size) if rank not in states], states.values())
 
     def _say_resolved(self, stall: Stall) -> None:
         self._report()
