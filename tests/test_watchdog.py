@@ -68,14 +68,16 @@ def test_each_wait_is_reported_once(run_ranks, tmp_path):
 
 
 @pytest.mark.mpi
-def test_a_rank_that_is_stopped_in_fit(run_ranks):
-    done = run_ranks(2, [SCRIPT, "--fit", "stop:1"], backend="jax", expect_failure=True)
+def test_rank_0_that_sleeps_in_fit(run_ranks, tmp_path):
+    """It waits for nobody, and yet says why the other one ends the job."""
+    done = run_ranks(2, [SCRIPT, "--fit", "--logs", tmp_path, "sleep:0"], backend="jax", expect_failure=True)
     check_end(done)
-    (text,) = reports_in(done.output)
-    assert re.search(r"rank 0 waited \d s in step \d of plan 'optimizer\d*' \(team 0\), tensor '1: bias'\.\n", text)
-    assert "  missing: rank 1\n" in text
-    assert re.search(r"rank 1 \(\S+, process \d+\) does not answer: its process is stopped", text)
-    assert re.search(r"rank 0 ends the job: uncaught .*Tensor '1: bias' of plan 'optimizer", done.output)
+    log = (tmp_path / "rank0.txt").read_text()
+    (text,) = reports_in(log)
+    assert re.search(r"rank 1 waited \d s in step \d of plan 'optimizer\d*' \(team 0\), tensor '1: bias'\.\n", text)
+    assert "  missing: rank 0\n" in text
+    assert line_of("sleep") in text
+    assert re.search(r"keras_hpc: rank 1 ends the job: uncaught .*Tensor '1: bias' of plan 'optimizer", log)
 
 
 @pytest.mark.mpi
