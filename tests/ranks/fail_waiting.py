@@ -1,7 +1,7 @@
 """Lets other ranks wait: `fail_waiting.py [--fit] [--logs FOLDER] HOW:RANK[:SECONDS]...`. See test_watchdog.py.
 
-The ranks reduce the plan "gradients", or train. At steps 4, 8, ... one rank does what it is told, for so long or for
-ever.
+The ranks reduce the plan "gradients", or train. At steps 4, 8, ... a rank does what it is told, for so long or for
+ever; with a comma between them several do.
 """
 
 import argparse
@@ -31,13 +31,14 @@ def case(step):
     number = step // 4 - 1
     if step % 4 or not 0 <= number < len(arguments.cases):
         return
-    how, rank, *seconds = arguments.cases[number].split(":")
-    if keras_hpc.rank() != int(rank):
-        return
-    if not seconds:
-        sys.stdout.write(f"FAILS AT {time.time()}\n")
-        sys.stdout.flush()
-    misbehave(how, float(seconds[0]) if seconds else 1000.0)
+    for one in arguments.cases[number].split(","):
+        how, rank, *seconds = one.split(":")
+        if keras_hpc.rank() != int(rank):
+            continue
+        if not seconds:
+            sys.stdout.write(f"FAILS AT {time.time()}\n")
+            sys.stdout.flush()
+        misbehave(how, float(seconds[0]) if seconds else 1000.0)
 
 
 def misbehave(how, seconds):
