@@ -16,6 +16,7 @@ from keras_hpc import launch, shutdown, tracing
 from keras_hpc.errors import NotInitializedError
 from keras_hpc.teams import Team, make_team
 from keras_hpc.threads import share_cores
+from keras_hpc.watchdog import Watchdog
 
 _log = logging.getLogger("keras_hpc")
 _local = threading.local()
@@ -41,6 +42,7 @@ class Job:
         timeout_seconds: limit of every wait for other ranks.
         check_replicas_every: so many steps of a model; None: never.
         delayed: whether a team is pipelined: then one rank alone has something to do, too.
+        watchdog: reports waits that take long; None with one rank.
     """
 
     comm: Any
@@ -57,6 +59,7 @@ class Job:
     timeout_seconds: float
     check_replicas_every: int | None
     delayed: bool = False
+    watchdog: Watchdog | None = None
 
 
 def init(
@@ -89,8 +92,9 @@ def init(
         wire_dtype: gradients of float32 are rounded to it on their way between nodes: half the bytes. They are summed
             in float32, and all ranks get the same bits. "bfloat16" has the range of float32, "float16" three more bits
             and no values beyond 65,504. None: they travel as they are.
-        timeout_seconds: a wait for other ranks that takes longer ends the job with a report.
-        stall_seconds: a wait that takes longer is reported on stderr.
+        timeout_seconds: a wait for other ranks that takes longer ends the job.
+        stall_seconds: a wait that takes longer is reported once, on rank 0's stderr: who has come, who has not, and the
+            Python stack of each rank.
         check_replicas_every: compare weights and optimizer state of the ranks, bit for bit, after every so many steps
             of a model, as `check_replicas` does: memory that fails shows within these steps, not in the result. A
             comparison reads all of them once.
@@ -152,6 +156,7 @@ def init(
         tracing.enable(trace)
     _job = job
     if job.size > 1:
+        job.watchdog = Watchdog(job, stall_seconds)
         nodes = f"{job.node_count} node{'s' * (job.node_count > 1)}"
         notice(f"{job.size} ranks on {nodes}, {launch.mpi_version(world)}; {shares}")
 

@@ -28,6 +28,7 @@ _GRACE_SECONDS = 2.0
 # An MPI that aborts kills its launcher's helpers too, with all of this rank's output that they have not passed on yet.
 _OUTPUT_SECONDS = 2.0
 _FORWARD_SECONDS = 0.2
+_REASON_CHARACTERS = 500
 
 _previous: tuple[Any, Any] | None = None
 _exit_code: int = 0
@@ -42,7 +43,8 @@ def install(job: Job) -> None:
 
     def excepthook(kind: type[BaseException], value: BaseException, trace: types.TracebackType | None) -> None:
         previous_hook(kind, value, trace)
-        _abort(job, 1, f"uncaught {kind.__name__}")
+        text = " ".join(str(value).split())[:_REASON_CHARACTERS]
+        abort(job, 1, f"uncaught {kind.__name__}: {text}")
 
     def exit_(code: Any = None) -> None:
         # Only noted: SystemExit may be caught, and all ranks may exit alike.
@@ -64,9 +66,11 @@ def leave(job: Job) -> None:
         pause = 1e-4
         while not request.Test():
             if _exit_code != 0 and time.monotonic() - begin > _GRACE_SECONDS:
-                _abort(job, _exit_code, f"sys.exit({_exit_code}) while other ranks go on")
+                abort(job, _exit_code, f"sys.exit({_exit_code}) while other ranks go on")
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+        if job.watchdog is not None:
+            job.watchdog.close()
     if _previous is not None:
         sys.excepthook, sys.exit = _previous
         _previous = None
@@ -74,18 +78,21 @@ def leave(job: Job) -> None:
         team.close()
 
 
-def _abort(job: Job, code: int, reason: str) -> None:
+def abort(job: Job, code: int, reason: str) -> None:
+    """Ends the job at once, after rank 0 and this rank have said why."""
     from mpi4py import MPI
 
     _log.error("rank %d ends the job: %s", job.rank, reason)
     sys.stdout.flush()
     sys.stderr.flush()
-    _wait_for_readers()
+    if job.watchdog is not None:
+        job.watchdog.last_word(reason)
+    wait_for_readers()
     if not MPI.Is_finalized():
         MPI.COMM_WORLD.Abort(code)
 
 
-def _wait_for_readers() -> None:
+def wait_for_readers() -> None:
     """Until the launcher has read what this process wrote to its stdout and stderr, if those are pipes."""
     unread = array.array("i", [0])
     deadline = time.monotonic() + _OUTPUT_SECONDS

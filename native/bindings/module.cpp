@@ -9,6 +9,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -50,12 +51,22 @@ class PyTeam {
   }
   int id() const { return id_; }
   void close() {
-    if (!team_) return;
-    registry::remove(team_.get());
-    team_.reset();
+    std::unique_ptr<Team> team;
+    {
+      const std::lock_guard lock(closing_);
+      team = std::move(team_);
+    }
+    if (team) registry::remove(team.get());
+  }
+  // Calls `f` with the team unless it is closed, and not while it is being closed.
+  template <class F>
+  void if_open(F&& f) const {
+    const std::lock_guard lock(closing_);
+    if (team_) f(*team_);
   }
 
  private:
+  mutable std::mutex closing_;
   std::unique_ptr<Team> team_;
   int id_;
 };
@@ -131,6 +142,36 @@ nb::dict report(const PyTeam& team) {
   d["exposed_seconds"] = r.exposed_seconds;
   d["progress_seconds"] = r.progress_seconds;
   return d;
+}
+
+// For the watchdog, whose thread may come while the team is being closed.
+using Waited = std::tuple<std::string, uint64_t, std::string, int, double, std::vector<int>>;
+Waited waited(const Stall& s) {
+  return {s.what, s.number, s.detail, s.tensor, seconds_since(s.since), s.missing ? s.missing() : std::vector<int>()};
+}
+
+std::vector<Waited> stalls(const PyTeam& team) {
+  std::vector<Waited> rows;
+  team.if_open([&](Team& open) { open.activity().for_each_stall([&](const Stall& s) { rows.push_back(waited(s)); }); });
+  return rows;
+}
+
+std::vector<Waited> take_resolved(const PyTeam& team) {
+  std::vector<Waited> rows;
+  team.if_open([&](Team& open) {
+    for (const Stall& s : open.activity().take_resolved()) rows.push_back(waited(s));
+  });
+  return rows;
+}
+
+std::map<std::string, std::tuple<uint64_t, std::vector<int>>> progress(const PyTeam& team) {
+  std::map<std::string, std::tuple<uint64_t, std::vector<int>>> reached;
+  team.if_open([&](Team& open) {
+    for (const PlanProgress& plan : open.progress_of_plans()) reached[plan.what] = {plan.step, plan.not_started};
+    reached["allreduce"] = {open.activity().calls, {}};
+    reached["collective"] = {open.activity().collectives, {}};
+  });
+  return reached;
 }
 
 nb::list take_trace() {
@@ -305,6 +346,11 @@ NB_MODULE(_native, m) {
           "nbytes"_a, "Collective: bytes that the ranks of the node can reach directly.")
       .def("leave", [](const PyTeam& team) { team.get().leave(); })
       .def("report", &report)
+      .def("stalls", &stalls, release,
+           "Waits longer than stall_seconds: (what, number, detail, tensor, seconds, ranks awaited as seen here).")
+      .def("take_resolved", &take_resolved, release, "Those that came to a good end since the last call.")
+      .def("progress", &progress, release,
+           "For each kind of wait the last number begun, and the tensors not started in it.")
       .def("close", &PyTeam::close, release, "Collective.");
 
   nb::class_<Stopwatch>(m, "Stopwatch")

@@ -312,7 +312,7 @@ void AllreduceCall::library(const Buffer& b) {
   meeting_->meet();
   meeting_->compare_nodes();
   meeting_->wake_others();
-  meeting_->channel().allreduce(b.data, b.count, b.dtype, b.op == Op::mean ? Op::sum : b.op);
+  meeting_->call_library(b.data, b.count, b.dtype, b.op == Op::mean ? Op::sum : b.op);
   if (b.scale == 1.0) return;
   const Source source{b.data, 1.0};
   void* out = b.data;

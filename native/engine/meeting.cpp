@@ -2,7 +2,6 @@
 #include "engine/meeting.hpp"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -89,14 +88,14 @@ void Meeting::wait_for_ranks(int ranks, uint64_t target, Value&& value) {
   for (int i = 0; i < kGlances; ++i)
     if (ready()) return;
   wake_others();
-  const double first = std::min(team_.stall_seconds, team_.timeout_seconds);
-  if (wait_for(team_.patience, team_.my_bell(), first, ready, abandoned)) return;
+  const auto missing = [&] {
+    std::vector<int> found;
+    for (int r = 0; r < ranks; ++r)
+      if (value(r) < target) found.push_back(topology_.local_ranks()[at(r)]);
+    return found;
+  };
+  if (wait_watched(team_, ready, abandoned, [&] { return stall(missing); })) return;
   const int rank = topology_.local_ranks()[at(late)];
-  if (team_.timeout_seconds > first) {
-    std::fprintf(stderr, "keras_hpc: waiting: rank %d waits in allreduce (team %d) for rank %d, for %.0f s now\n",
-                 topology_.rank, team_.number, rank, first);
-    if (wait_for(team_.patience, team_.my_bell(), team_.timeout_seconds - first, ready, abandoned)) return;
-  }
   throw Timeout(late_text() + "rank " + std::to_string(rank) + ". Do all ranks make the same calls?");
 }
 
@@ -105,11 +104,16 @@ std::string Meeting::late_text() const {
          std::to_string(team_.number) + ", rank " + std::to_string(topology_.rank) + ") for ";
 }
 
+Stall Meeting::stall(std::function<std::vector<int>()> missing) const {
+  return {"allreduce", team_.activity->calls, "", -1, std::move(missing)};
+}
+
 // Messages from other nodes ring no bell: sleep briefly.
 template <class Ready, class Peer>
 void Meeting::poll(Ready&& ready, Peer&& peer) {
   wake_others();
-  if (!wait_for(team_.patience, team_.my_bell(), team_.timeout_seconds, ready, [] { return true; }))
+  const auto describe = [&] { return stall([rank = peer()] { return std::vector<int>{rank}; }); };
+  if (!wait_watched(team_, ready, [] { return true; }, describe))
     throw Timeout(late_text() + "a message from rank " + std::to_string(peer()) +
                   ". Do all ranks make the same calls?");
 }
@@ -178,6 +182,12 @@ void Meeting::across_nodes(Algorithm algorithm, void* data, size_t count, DType 
                                          data, count, dtype, wire, op, kDataTag},
                                         std::move(before), std::move(after));
   poll([&] { return allreduce->advance(); }, [&] { return allreduce->waiting_for(); });
+}
+
+void Meeting::call_library(void* data, size_t count, DType dtype, Op op) {
+  Activity::Note note(*team_.activity, stall(nullptr));
+  channel_->allreduce(data, count, dtype, op);
+  note.resolve();
 }
 
 int64_t Meeting::exchange(int64_t signature, const void* data, size_t nbytes) {

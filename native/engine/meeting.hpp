@@ -45,6 +45,8 @@ class Meeting {
   // Between the owners of the same slice on all nodes, to be called by each of them.
   void across_nodes(Algorithm algorithm, void* data, size_t count, DType dtype, DType wire, Op op,
                     OnSegment before = nullptr, OnSegment after = nullptr);
+  // The MPI library's own allreduce. It knows no time limit.
+  void call_library(void* data, size_t count, DType dtype, Op op);
   // Collective. The values of all ranks.
   std::vector<double> gather(const std::vector<double>& mine);
   Channel& channel() const { return *channel_; }
@@ -69,6 +71,7 @@ class Meeting {
   void wait_for_ranks(int ranks, uint64_t target, Value&& value);
   template <class Ready, class Peer>
   void poll(Ready&& ready, Peer&& peer);
+  Stall stall(std::function<std::vector<int>()> missing) const;
   std::string late_text() const;
 
   const TeamContext& team_;

@@ -99,21 +99,22 @@ bool Plan::start(int tensor, void* data, double weight) {
 }
 
 void Plan::begin(double weight) {
-  if (topology_.size > 1 && in_segment_) {
-    shared_[topology_.local_rank].weight = weight;
-  } else if (topology_.size > 1) {
+  if (topology_.size > 1 && !in_segment_) {
     // Peers may still be copying the previous results out of the memory that is now written to.
     const uint64_t previous = step_;
-    const auto all_consumed = [&] {
+    const auto missing = [&] {
+      std::vector<int> ranks;
       for (int r = 0; r < topology_.local_size(); ++r)
-        if (shared_[r].consumed.load(std::memory_order_seq_cst) < previous) return false;
-      return true;
+        if (shared_[r].consumed.load(std::memory_order_seq_cst) < previous)
+          ranks.push_back(topology_.local_ranks()[at(r)]);
+      return ranks;
     };
-    if (!wait_for(team_.patience, team_.my_bell(), team_.timeout_seconds, all_consumed, [] { return false; }))
+    const auto stall = [&] { return Stall{what(), previous, "", -1, missing}; };
+    if (!wait_watched(team_, [&] { return missing().empty(); }, [] { return false; }, stall))
       throw Timeout("A rank of this node did not finish step " + std::to_string(previous) + " of plan '" + name_ +
                     "' within the time limit.");
-    shared_[topology_.local_rank].weight = weight;
   }
+  if (topology_.size > 1) shared_[topology_.local_rank].weight = weight;
   for (size_t b = 0; b < layout_.buckets().size(); ++b) {
     unpacked_tensors_[b].store(tensors_in_bucket_[b], std::memory_order_relaxed);
     is_packed_[b] = 0;
@@ -385,6 +386,13 @@ std::vector<int> Plan::missing_ranks(int tensor) const {
 std::string Plan::describe(int tensor) const {
   return "Tensor '" + tensors_[at(tensor)].name + "' of plan '" + name_ + "' (team " + std::to_string(team_.number) +
          ", step " + std::to_string(step()) + ", rank " + std::to_string(topology_.rank) + ")";
+}
+
+PlanProgress Plan::progress() const {
+  PlanProgress progress{what(), step(), {}};
+  for (int t = 0; active_ && t < layout_.tensor_count(); ++t)
+    if (states_[at(t)] == State::idle) progress.not_started.push_back(t);
+  return progress;
 }
 
 }  // namespace keras_hpc

@@ -32,6 +32,13 @@
 
 namespace keras_hpc {
 
+// How far this rank is with a plan.
+struct PlanProgress {
+  std::string what;              // its number and name
+  uint64_t step = 0;             // the last that it has begun
+  std::vector<int> not_started;  // tensors of this step; none once all of it is over
+};
+
 class Plan {
  public:
   // Says how slices of so many bytes go from node to node.
@@ -66,6 +73,8 @@ class Plan {
   // Ranks that have not done their part of this tensor, as far as this rank can see.
   std::vector<int> missing_ranks(int tensor) const;
   std::string describe(int tensor) const;
+  std::string what() const { return "plan " + std::to_string(number_) + " " + name_; }
+  PlanProgress progress() const;
   std::atomic<uint64_t> bytes_reduced{0};
   // Seconds from the start of the first tensor until the last one was reduced, as far as this rank saw, summed up.
   std::atomic<double> seconds_reducing{0};

@@ -38,7 +38,10 @@ constexpr size_t kQuickBytes = 4096;
 }  // namespace
 
 Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& options)
-    : transport_(std::move(transport)), options_(options), control_(transport_->open_channel()) {
+    : transport_(std::move(transport)),
+      options_(options),
+      control_(transport_->open_channel()),
+      activity_(options.stall_seconds) {
   const auto local = at(topology().local_size());
   bells_ = transport_->open_segment(*control_, local * (sizeof(Bell) + sizeof(Seat)));
   context_ = {number,
@@ -46,7 +49,8 @@ Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& 
               reinterpret_cast<Bell*>(bells_->data()),
               {},
               options_.timeout_seconds,
-              options_.stall_seconds};
+              options_.stall_seconds,
+              &activity_};
   const Patience fitting = find_patience();  // collective
   context_.patience = options_.patience.value_or(fitting);
   for (int i = 0; i < std::max(1, options_.threads); ++i) {
@@ -157,13 +161,8 @@ void Team::await(Plan& plan, int tensor) {
       if (options_.threads == 0 && network_is_busy(lane)) return true;
     return false;
   };
-  const double first = std::min(options_.stall_seconds, options_.timeout_seconds);
-  if (!wait_for(context_.patience, context_.my_bell(), first, ready, polling)) {
-    const double rest = options_.timeout_seconds - first;
-    if (rest > 0) report_stall(plan, tensor);
-    if (rest <= 0 || !wait_for(context_.patience, context_.my_bell(), rest, ready, polling))
-      throw Timeout(late(plan, tensor, options_.timeout_seconds));
-  }
+  if (!wait_watched(context_, ready, polling, [&] { return stall(plan, tensor, begin); }))
+    throw Timeout(late(plan, tensor));
 }
 
 bool Team::wait_all_async(Plan& plan, void (*done)(void*, const char*), void* arg) {
@@ -177,14 +176,19 @@ bool Team::wait_all_async(Plan& plan, void (*done)(void*, const char*), void* ar
   return true;
 }
 
-std::string Team::late(const Plan& plan, int tensor, double seconds) const {
-  return plan.describe(tensor) + ": after " + std::to_string(static_cast<int>(seconds)) + " s not every rank has " +
-         "started it. Missing, as far as this rank sees: rank " + joined(plan.missing_ranks(tensor)) +
-         ". Do all ranks run the same number of steps?";
+std::string Team::late(const Plan& plan, int tensor) const {
+  return plan.describe(tensor) + ": after " + std::to_string(static_cast<int>(options_.timeout_seconds)) +
+         " s not every rank has started it. Missing, as far as this rank sees: rank " +
+         joined(plan.missing_ranks(tensor)) + ". Do all ranks run the same number of steps?";
 }
 
-void Team::report_stall(const Plan& plan, int tensor) const {
-  std::fprintf(stderr, "keras_hpc: waiting: %s\n", late(plan, tensor, options_.stall_seconds).c_str());
+Stall Team::stall(const Plan& plan, int tensor, Clock::time_point since) const {
+  return {plan.what(),
+          plan.step(),
+          plan.tensors()[at(tensor)].name,
+          tensor,
+          [&plan, tensor] { return plan.missing_ranks(tensor); },
+          since};
 }
 
 // ---- progress
@@ -245,12 +249,10 @@ bool Team::complete_async() {
         finished.push_back(wait);
         async_.erase(async_.begin() + static_cast<std::ptrdiff_t>(i));
       } else if (seconds_since(wait.begin) > options_.timeout_seconds) {
-        throw Timeout(late(*wait.plan, reduced, options_.timeout_seconds));
+        throw Timeout(late(*wait.plan, reduced));
       } else {
-        if (!wait.reported && seconds_since(wait.begin) > options_.stall_seconds) {
-          report_stall(*wait.plan, reduced);
-          wait.reported = true;
-        }
+        if (!wait.stall && seconds_since(wait.begin) > options_.stall_seconds)
+          wait.stall = std::make_shared<Activity::Note>(activity_, stall(*wait.plan, reduced, wait.begin));
         ++i;
       }
     }
@@ -259,6 +261,7 @@ bool Team::complete_async() {
   }
   // Without the lock: the framework may go on with its step, and start the next plan, inside `done`.
   for (const AsyncWait& wait : finished) {
+    if (wait.stall) wait.stall->resolve();
     wait.plan->note_reduced(Clock::now());
     for (int tensor = 0; tensor < wait.plan->layout().tensor_count(); ++tensor) wait.plan->finish(tensor);
     ++steps_;
@@ -313,8 +316,6 @@ void Team::leave() {
   context_.ring_node();
 }
 
-// ---- blocking collectives
-
 void Team::allreduce(void* data, int64_t count, DType dtype, Op op, std::optional<DType> wire,
                      std::optional<Path> path) {
   if (topology().size == 1) return;
@@ -323,6 +324,7 @@ void Team::allreduce(void* data, int64_t count, DType dtype, Op op, std::optiona
     throw Error("The mean of integers is not an integer. Expected op sum, min or max.");
   throw_if_failed();
   try {
+    ++activity_.calls;
     allreduce_->run(data, static_cast<size_t>(count), dtype, op, wire, path);
   } catch (const PlanMismatch&) {
     throw;  // on all ranks, before any data moved: the team can go on
@@ -332,33 +334,11 @@ void Team::allreduce(void* data, int64_t count, DType dtype, Op op, std::optiona
   }
 }
 
-void Team::finish(RequestPtr request, const char* what) const {
-  keras_hpc::finish(std::move(request), options_.timeout_seconds, what,
-                    [this] { return context_.first_with(Fate::left) >= 0; });
-}
-
-void Team::broadcast(void* data, size_t nbytes, int root) {
-  if (root < 0 || root >= topology().size)
-    throw Error("Expected a root from 0 to " + std::to_string(topology().size - 1) +
-                ". Received: " + std::to_string(root));
-  const std::lock_guard lock(control_mutex_);
-  finish(control_->broadcast(data, nbytes, root), "broadcast");
-}
-
-void Team::allgather(const void* in, void* out, const std::vector<size_t>& nbytes_by_rank) {
-  const std::lock_guard lock(control_mutex_);
-  finish(control_->allgather(in, out, nbytes_by_rank), "allgather");
-}
-
-std::vector<int64_t> Team::allgather_count(int64_t mine) {
-  std::vector<int64_t> counts(at(topology().size));
-  allgather(&mine, counts.data(), std::vector<size_t>(counts.size(), sizeof mine));
-  return counts;
-}
-
-void Team::barrier() {
-  const std::lock_guard lock(control_mutex_);
-  finish(control_->barrier(), "barrier");
+std::vector<PlanProgress> Team::progress_of_plans() const {
+  std::vector<PlanProgress> all;
+  const std::lock_guard lock(plans_mutex_);
+  for (const auto& plan : plans_) all.push_back(plan->progress());
+  return all;
 }
 
 TeamReport Team::report() const {

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "engine/allreduce_call.hpp"
@@ -75,6 +76,11 @@ class Team {
   // Throws PlanMismatch on every rank, naming the first item that differs and the ranks, unless all pass equal lists.
   void agree(const std::string& what, const std::vector<std::string>& items);
 
+  // What this rank is doing; may be asked for at any time.
+  Activity& activity() { return activity_; }
+  // Every plan, and how far this rank is with it.
+  std::vector<PlanProgress> progress_of_plans() const;
+
   // This rank has no more work for the team: ranks of this node that still wait for it get an error at once.
   void leave();
 
@@ -94,7 +100,7 @@ class Team {
     void (*done)(void*, const char*);
     void* arg;
     Clock::time_point begin;
-    bool reported = false;  // that it takes long
+    std::shared_ptr<Activity::Note> stall = nullptr;  // once it takes long
   };
 
   void await(Plan& plan, int tensor);  // until it is reduced
@@ -106,16 +112,17 @@ class Team {
   void fail(std::exception_ptr error, const char* text);
   void throw_if_failed() const;
   void throw_if_abandoned(const Plan& plan, int tensor, Clock::time_point waiting_since) const;
-  void finish(RequestPtr request, const char* what) const;
+  void finish(RequestPtr request, const char* what);
   Patience find_patience();
-  std::string late(const Plan& plan, int tensor, double seconds) const;
-  void report_stall(const Plan& plan, int tensor) const;
+  std::string late(const Plan& plan, int tensor) const;
+  Stall stall(const Plan& plan, int tensor, Clock::time_point since) const;
 
   std::unique_ptr<Transport> transport_;
   TeamOptions options_;
   std::unique_ptr<Channel> control_;  // for the blocking collectives
   std::mutex control_mutex_;
   std::unique_ptr<Segment> bells_;
+  Activity activity_;
   TeamContext context_;
   std::vector<std::unique_ptr<Lane>> lanes_;
   mutable std::mutex plans_mutex_;
