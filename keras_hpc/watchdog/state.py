@@ -7,8 +7,8 @@ import dataclasses
 import faulthandler
 import os
 import pathlib
+import platform
 import re
-import socket
 import sysconfig
 import threading
 from typing import TYPE_CHECKING, Any
@@ -132,7 +132,7 @@ class Place:
     @classmethod
     def mine(cls) -> Place:
         """Returns the place of this process."""
-        return cls(socket.gethostname(), os.getpid(), _stat(os.getpid())[1])
+        return cls(platform.node(), os.getpid(), _stat(os.getpid())[1])
 
     def process(self) -> str:
         """Returns the state of a process on this host: a letter as in /proc, or GONE."""
