@@ -22,6 +22,7 @@ class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc]
         _check_batched(spec)
         super().__init__(shard(dataset, place), class_weight=class_weight)
         self.place = place
+        self.step_size = place.steps_apart
         # A known number of batches (-1: endless, -2: unknown) tells whether the last step has one for every rank.
         self.may_be_empty = (
             place.batch == "global" or cardinality == -2 or (cardinality > 0 and cardinality % place.size > 0)

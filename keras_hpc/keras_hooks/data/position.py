@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where training is in its data, and how another process gets there.
+
+Of data whose order is ours (those with `passes`) the pass begins right there. Of others the batches that were trained
+on are read again and dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+
+def tell(iterator: Any, step: int, team: Any) -> dict[str, Any]:
+    """Returns where training is in its data, as JSON can hold it.
+
+    Args:
+        iterator: the `EpochIterator` of `fit`.
+        step: steps of the epoch that are done.
+        team: that of the model.
+    """
+    adapter = iterator.data_adapter
+    # Without `steps_per_epoch` each epoch is a pass of its own.
+    seen = iterator._steps_seen if step or iterator.steps_per_epoch else 0
+    passes = getattr(adapter, "passes", None)
+    return {
+        "step": step,
+        "seen": seen,
+        "pass": None if passes is None else passes.running if seen else passes.next,
+        "seed": getattr(adapter, "seed", None),
+        "step_size": _step_size(adapter, team),
+        "data": getattr(adapter, "fingerprint", type(adapter).__name__),
+    }
+
+
+def translate(position: dict[str, Any], iterator: Any, team: Any) -> dict[str, Any]:
+    """Returns a position as it is with the ranks and batches of this process.
+
+    That is after as many samples, or ready-made batches, rounded down to whole steps; the beginning of the epoch where
+    nobody knows how many those are.
+    """
+    size = _step_size(iterator.data_adapter, team)
+    if size == position["step_size"]:
+        return position
+    known = size is not None and position["step_size"] is not None
+    step, seen = (position[name] * position["step_size"] // size if known else 0 for name in ("step", "seen"))
+    if step >= (iterator.num_batches or math.inf):
+        step = seen = 0
+    return position | {"step": step, "seen": seen}
+
+
+def seek(iterator: Any, position: dict[str, Any]) -> None:
+    """Lets the next pass be the one of the position, and begin there."""
+    adapter = iterator.data_adapter
+    if hasattr(adapter, "passes") and position["pass"] is not None:
+        adapter.passes.next, adapter.passes.first = position["pass"], position["seen"]
+        if position["seed"] is not None:
+            adapter.seed = position["seed"]
+
+
+def skipped(iterator: Any, steps: Iterator[Any], position: dict[str, Any]) -> Iterator[Any]:
+    """Yields what is left of the epoch's steps.
+
+    Args:
+        iterator: the `EpochIterator` of `fit`.
+        steps: of the whole epoch, as `_enumerate_iterator` yields them.
+        position: to which `seek` has gone.
+    """
+    step, seen = position["step"], position["seen"]
+    behind = seen - step  # what earlier epochs took from the same pass
+    ours = hasattr(iterator.data_adapter, "passes")
+    if iterator.steps_per_epoch:  # then Keras goes on with the pass that it finds
+        iterator._current_iterator = iter(iterator._get_iterator())
+        iterator._steps_seen = behind
+        if not ours:
+            _drop(iterator._current_iterator, behind)
+    for item in steps:
+        if item[0] >= step:
+            yield item
+        elif not ours:
+            _drop(item[-1], iterator.steps_per_execution)
+
+
+def _drop(batches: Iterator[Any], count: int) -> None:
+    for _ in range(count):
+        next(batches, None)
+
+
+def _step_size(adapter: Any, team: Any) -> int | None:
+    """What a step of all ranks takes: samples of arrays, or ready-made batches. None: of data that are not shared."""
+    size: int | None = getattr(adapter, "step_size", 1 if team.size == 1 else None)
+    return size
