@@ -22,10 +22,11 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
     data and the position in it; the history; and what EarlyStopping, ReduceLROnPlateau, ModelCheckpoint and
     SwapEMAWeights remember, or a callback of your own with `get_state()`, for JSON, and `set_state(state)`.
 
-    Not saved is what only your code knows: a PyDataset's own random generator, and workers'. Of `tf.data`, and of data
-    that each rank reads itself (`init(shard=False)`), the batches of the epoch that were trained on are read again and
-    dropped; a `shuffle` in them begins with its first order again. CSVLogger needs `append=True`. `on_epoch_begin` of
-    other callbacks is called again for an epoch that goes on.
+    Of `tf.data`, whose order its seeds fix, the batches that were trained on are read again and dropped; so are those
+    of data that a rank reads itself (`init(shard=False)`), whatever they hold then. Not saved is what only your code
+    knows: random generators of your own and of workers, and what a PyDataset did in `on_epoch_end`. CSVLogger needs
+    `append=True`. `on_epoch_begin` of other callbacks is called again for an epoch that goes on. `every_steps` counts
+    but waits for the end of an epoch whose length is not known, and so does a signal that comes during validation.
 
     On another number of ranks, training goes on after as many samples, rounded down to whole steps, and says what
     changed. SIGTERM and SIGUSR1 make all ranks save and exit with status 0; a file `interrupted` in the folder then

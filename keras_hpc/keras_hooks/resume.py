@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import signal
 import sys
 import threading
@@ -64,6 +65,7 @@ class Session:
         self.iterator: Any = None  # the EpochIterator
         self.epoch = self.step = 0  # of the epoch, steps are done
         self.done = 0  # steps of all epochs
+        self.count: Any = None  # of iterators over the data
         self._due = False
         self._found: tuple[dict[str, Any], dict[str, np.ndarray]] | None = None
         self._position: dict[str, Any] | None = None  # in the middle of a pass, not gone to yet
@@ -71,6 +73,13 @@ class Session:
     def begin(self, callbacks: Any) -> None:
         """Looks at the disk, finds the checkpoint to go on from, and tells Keras the epoch. Collective."""
         self._build()
+        self.count = position.Count(self.iterator)
+        if not position.order_is_known(self.iterator) and self.team.rank == 0:
+            logging.getLogger("keras_hpc").warning(
+                "Checkpoint: these data come in an order of their own. Training that goes on drops as many batches as "
+                "were read of the epoch before, whatever they hold. Received: %s",
+                type(self.iterator.data_adapter).__name__,
+            )
         outcome: dict[str, Any] = {}
         arrays: dict[str, np.ndarray] = {}
         if self.team.rank == 0:
@@ -96,7 +105,7 @@ class Session:
         self.epoch, self.done = facts["epoch"], facts["done"]
         place = position.translate(facts["position"], self.iterator, self.team)
         self.step = place["step"]
-        position.seek(self.iterator, place)
+        self.count.begun = position.seek(self.iterator, place)
         self._position = place if place["seen"] else None
         epochs = callbacks.params.get("epochs", 0)
         self.model._initial_epoch = epochs if facts["stopped"] else self.epoch
@@ -119,7 +128,11 @@ class Session:
 
     def steps_of(self, iterator: Any, steps: Iterator[Any]) -> Iterator[Any]:
         """Yields what is left of an epoch's steps. Collective where training goes on in the middle of a pass."""
-        if self._position is None or iterator is not self.iterator or self._found is None:
+        if iterator is not self.iterator:
+            yield from steps
+            return
+        steps = self._counted(steps)
+        if self._position is None or self._found is None:
             yield from steps
             return
         place, self._position = self._position, None
@@ -130,6 +143,12 @@ class Session:
                 if self.step == 0:  # the saved metrics are those of the epoch before
                     self.model.reset_metrics()
                 self._found, first = None, False
+            yield item
+
+    def _counted(self, steps: Iterator[Any]) -> Iterator[Any]:
+        for item in steps:
+            if self.count is not None:
+                self.count.step()
             yield item
 
     def after_batch(self, callbacks: Any, batch: int) -> None:
@@ -175,7 +194,7 @@ class Session:
                 "epoch": self.epoch,
                 "done": self.done,
                 "stopped": bool(self.model.stop_training) and self.step == 0,
-                "position": position.tell(self.iterator, self.step, self.team),
+                "position": position.tell(self.iterator, self.step, self.team, self.count.begun),
                 "history": {} if history is None else {k: [*map(float, v)] for k, v in history.history.items()},
                 "epochs": [] if history is None else list(history.epoch),
                 "callbacks": states,

@@ -179,6 +179,16 @@ def test_a_data_loader(folder):
     resumed_equals_uninterrupted(folder, network, (12,), loader)
 
 
+@only_on("tensorflow")
+def test_a_pipeline_that_shuffles_by_itself(folder):
+    import tensorflow as tf
+
+    def pipeline():
+        return (tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(50, seed=4).batch(BATCH),)
+
+    resumed_equals_uninterrupted(folder, network, (12,), pipeline)
+
+
 @only_on("torch")
 def test_a_run_that_early_stopping_ended_does_not_train_again(folder):
     results = []

@@ -2,7 +2,8 @@
 """Where training is in its data, and how another process gets there.
 
 Of data whose order is ours (those with `passes`) the pass begins right there. Of others the batches that were trained
-on are read again and dropped.
+on are read again and dropped. Each iterator of a `tf.data` pipeline that shuffles has the next order of its seed: so as
+many are made as before.
 """
 
 from __future__ import annotations
@@ -11,14 +12,46 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import keras
+from keras.src.trainers import data_adapters
 
-def tell(iterator: Any, step: int, team: Any) -> dict[str, Any]:
+from keras_hpc.keras_hooks.data import tf_datasets
+
+
+class Count:
+    """Counts the iterators over the data of an `EpochIterator` that have begun.
+
+    Args:
+        iterator: the `EpochIterator` of `fit`.
+    """
+
+    def __init__(self, iterator: Any) -> None:
+        self.begun = 0
+        self._iterator = iterator
+        if keras.backend.backend() == "tensorflow":  # which begins them when they are made, others with the first batch
+            get_iterator = iterator._get_iterator
+
+            def counted() -> Any:
+                self.begun += 1
+                return get_iterator()
+
+            iterator._get_iterator = counted
+
+    def step(self) -> None:
+        """Must be called for each step of the epoch, once Keras has counted it."""
+        own = self._iterator
+        if keras.backend.backend() != "tensorflow" and own._steps_seen <= own.steps_per_execution:
+            self.begun += 1
+
+
+def tell(iterator: Any, step: int, team: Any, begun: int = 0) -> dict[str, Any]:
     """Returns where training is in its data, as JSON can hold it.
 
     Args:
         iterator: the `EpochIterator` of `fit`.
         step: steps of the epoch that are done.
         team: that of the model.
+        begun: how many iterators over the data have begun.
     """
     adapter = iterator.data_adapter
     # Without `steps_per_epoch` each epoch is a pass of its own.
@@ -27,6 +60,7 @@ def tell(iterator: Any, step: int, team: Any) -> dict[str, Any]:
     return {
         "step": step,
         "seen": seen,
+        "begun": begun,
         "pass": None if passes is None else passes.running if seen else passes.next,
         "seed": getattr(adapter, "seed", None),
         "step_size": _step_size(adapter, team),
@@ -50,13 +84,25 @@ def translate(position: dict[str, Any], iterator: Any, team: Any) -> dict[str, A
     return position | {"step": step, "seen": seen}
 
 
-def seek(iterator: Any, position: dict[str, Any]) -> None:
-    """Lets the next pass be the one of the position, and begin there."""
+def seek(iterator: Any, position: dict[str, Any]) -> int:
+    """Lets the next pass be the one of the position, and begin there. Returns how many iterators have begun."""
     adapter = iterator.data_adapter
+    begun: int = position["begun"] - (position["seen"] > 0)
+    dataset: Any = getattr(adapter, "_dataset", None)
+    if data_adapters.is_tf_dataset(dataset) and tf_datasets.shuffles(dataset):
+        for _ in range(begun):
+            iter(dataset)
     if hasattr(adapter, "passes") and position["pass"] is not None:
         adapter.passes.next, adapter.passes.first = position["pass"], position["seen"]
         if position["seed"] is not None:
             adapter.seed = position["seed"]
+    return begun
+
+
+def order_is_known(iterator: Any) -> bool:
+    """Returns whether we know in which order the data come."""
+    adapter = iterator.data_adapter
+    return hasattr(adapter, "passes") or data_adapters.is_tf_dataset(getattr(adapter, "_dataset", None))
 
 
 def skipped(iterator: Any, steps: Iterator[Any], position: dict[str, Any]) -> Iterator[Any]:

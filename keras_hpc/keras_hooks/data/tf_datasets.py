@@ -71,6 +71,11 @@ def shuffles_without_seed(dataset: Any) -> bool:
     return any(map(shuffles_without_seed, dataset._inputs()))
 
 
+def shuffles(dataset: Any) -> bool:
+    """Whether there is a `shuffle` somewhere in the pipeline. Each new iterator then has another order."""
+    return "Shuffle" in type(dataset).__name__ or any(map(shuffles, dataset._inputs()))
+
+
 def _check_batched(spec: Any) -> None:
     import tensorflow as tf
 
