@@ -10,7 +10,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from keras_cases import Parts, assert_identical, data, job
+from keras_cases import Parts, assert_close, assert_identical, data, job
 
 import keras_hpc
 from keras_hpc import checkpoint
@@ -200,6 +200,38 @@ def test_a_run_that_early_stopping_ended_does_not_train_again(folder):
         results.append(outcome(model, model.fit(X, Y, BATCH, epochs=EPOCHS, verbose=0, callbacks=given)))
     assert results[0][2] == [0, 1]
     assert_same(results[1], results[0])
+
+
+@only_on("tensorflow")  # where the first rank alone has an optimizer with variables then
+def test_backup_and_restore_of_keras_goes_on_at_its_epoch(folder):
+    path = os.path.join(folder, "backup")
+
+    class Weights(keras.callbacks.Callback):
+        """Notes weights before and after the first step."""
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.before = [keras.ops.convert_to_numpy(v) for v in self.model.trainable_weights]
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 0:
+                self.after = [keras.ops.convert_to_numpy(v) for v in self.model.trainable_weights]
+
+    for stop in (Stop(13), None):
+        start()
+        model = network()
+        weights = Weights()
+        given = [keras.callbacks.BackupAndRestore(path, save_freq=4), weights] + ([stop] if stop else [])
+        try:
+            history = model.fit(X, Y, BATCH, epochs=2, verbose=0, callbacks=given)
+        except StopError:
+            interrupted = [v + 0 for v in weights.after]
+    assert history.epoch == [1]
+    assert_identical(weights.after, "restored weights")  # which the first rank alone has read
+    if job().rank == 0:
+        assert_close(weights.after, weights.before, 0.05)
+        assert np.abs(interrupted[0] - weights.before[0]).max() > 0
+    assert_identical(model.get_weights())
+    assert not os.path.exists(path)
 
 
 def trained(folder, make=network, callbacks=(), **options):
