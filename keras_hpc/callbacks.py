@@ -62,8 +62,13 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self.keep = keep
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Refuses to train without a job. All else is called from `keras_hooks.resume`."""
+        """Refuses to train where nothing would be saved. All else is called from `keras_hooks.resume`."""
         runtime.job()
+        if runtime.is_local():
+            raise RuntimeError(
+                "Checkpoint saves what all ranks hold. Expected a `fit` outside of `keras_hpc.local()`, where "
+                "BackupAndRestore of Keras works. Received: a `fit` inside"
+            )
 
 
 class CommunicationReport(keras.callbacks.Callback):  # type: ignore[misc]

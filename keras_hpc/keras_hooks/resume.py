@@ -67,6 +67,7 @@ class Session:
         self.done = 0  # steps of all epochs
         self.count: Any = None  # of iterators over the data
         self._due = False
+        self._saved = (-1, -1)  # steps and epochs that were done
         self._found: tuple[dict[str, Any], dict[str, np.ndarray]] | None = None
         self._position: dict[str, Any] | None = None  # in the middle of a pass, not gone to yet
 
@@ -103,6 +104,7 @@ class Session:
         snapshot.check(self.model, facts["model"])
         self._found = facts, arrays
         self.epoch, self.done = facts["epoch"], facts["done"]
+        self._saved = (self.done, self.epoch)
         place = position.translate(facts["position"], self.iterator, self.team)
         self.step = place["step"]
         self.count.begun = position.seek(self.iterator, place)
@@ -183,6 +185,8 @@ class Session:
             OSError: on all ranks, if the first cannot write it.
         """
         self._due = False
+        if self._saved == (self.done, self.epoch):
+            return
         if hasattr(self.model, "jax_state_sync"):
             self.model.jax_state_sync()
         described, arrays = snapshot.take(self.model)
@@ -195,7 +199,7 @@ class Session:
                 "done": self.done,
                 "stopped": bool(self.model.stop_training) and self.step == 0,
                 "position": position.tell(self.iterator, self.step, self.team, self.count.begun),
-                "history": {} if history is None else {k: [*map(float, v)] for k, v in history.history.items()},
+                "history": {} if history is None else {k: np.asarray(v).tolist() for k, v in history.history.items()},
                 "epochs": [] if history is None else list(history.epoch),
                 "callbacks": states,
                 "callback_arrays": [[a.dtype.name, list(a.shape)] for a in callback_arrays],
@@ -209,6 +213,7 @@ class Session:
         error = snapshot.share_object(self.team, error)
         if error is not None:
             raise OSError(f"The checkpoint after step {self.done} was not written; those before it are whole. {error}")
+        self._saved = (self.done, self.epoch)
 
     def _put_back(self) -> None:
         assert self._found is not None  # noqa: S101
@@ -245,8 +250,9 @@ class Session:
         self._say(f"goes on from {path}: {'stopped by a callback' if facts['stopped'] else where}")
         if facts["model"]["ranks"] != self.team.size:
             self._say(
-                f"{self.team.size} ranks, were {facts['model']['ranks']}: not bit for bit. New: random states of ranks "
-                "1 and up. Averaged: statistics of each rank. Metrics of the epoch count from here"
+                f"{self.team.size} rank{'s' * (self.team.size > 1)}, were {facts['model']['ranks']}: not bit for bit. "
+                "New: random states of ranks 1 and up. Averaged: statistics of each rank. Metrics of the epoch count "
+                "from here"
             )
         elif before["data"] != now["data"]:
             self._say(f"other data: not bit for bit. {now['data']}, were {before['data']}")
