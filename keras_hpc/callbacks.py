@@ -4,11 +4,71 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import keras
 
 from keras_hpc import collectives, report, runtime, teams
+
+
+class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
+    """Saves all that training depends on, and lets the same script go on from there when it is started again.
+
+    On as many ranks, a run that was killed and started again ends with the bits of one that was not: weights,
+    optimizer, history. That is with arrays, a `PyDataset` or a `DataLoader`, in the middle of an epoch too. Saved are
+    all variables; each rank's seeds, statistics, metrics and waiting gradients; averages that pipelined teams hold
+    back, and the position in their schedules; the random states of Python, NumPy, Keras and PyTorch; the order of the
+    data and the position in it; the history; and what EarlyStopping, ReduceLROnPlateau, ModelCheckpoint and
+    SwapEMAWeights remember, or a callback of your own with `get_state()`, for JSON, and `set_state(state)`.
+
+    Of `tf.data`, whose order its seeds fix, the batches that were trained on are read again and dropped; so are those
+    of data that a rank reads itself (`init(shard=False)`), whatever they hold then. Not saved is what only your code
+    knows: random generators of your own and of workers, and what a PyDataset did in `on_epoch_end`. CSVLogger needs
+    `append=True`. `on_epoch_begin` of other callbacks is called again for an epoch that goes on. `every_steps` counts
+    but waits for the end of an epoch whose length is not known, and so does a signal that comes during validation.
+
+    On another number of ranks, training goes on after as many samples, rounded down to whole steps, and says what
+    changed. SIGTERM and SIGUSR1 make all ranks save and exit with status 0; a file `interrupted` in the folder then
+    tells the job script to start again (docs/clusters.md). A handler of your own for them stays. Each `fit` needs a
+    path of its own; one that has ended does not train again unless `epochs` grows. Only the first rank reads and
+    writes.
+
+    Collective: every rank needs it.
+
+    Args:
+        path: a folder for this `fit` alone.
+        every_steps: save after so many steps, and at the end of training. None: after each epoch.
+        keep: how many checkpoints stay.
+
+    Raises:
+        OSError: from `fit`, on all ranks: nothing can be written there, or the disk is too full, before training if
+            that is known then. A checkpoint that could not be written leaves those before it.
+        ValueError: from `fit`, on all ranks: the checkpoint is of another model or backend.
+
+    Example:
+    ```python
+    model.fit(x, y, epochs=20, callbacks=[keras_hpc.callbacks.Checkpoint("checkpoints/run", every_steps=200)])
+    ```
+    """
+
+    def __init__(self, path: str | os.PathLike[str], every_steps: int | None = None, keep: int = 3) -> None:
+        super().__init__()
+        for name, value in (("every_steps", every_steps), ("keep", keep)):
+            if (value is not None or name == "keep") and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"`{name}` is a number. Expected an integer >= 1. Received: {name}={value!r}")
+        self.path = os.fspath(path)
+        self.every_steps = every_steps
+        self.keep = keep
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Refuses to train where nothing would be saved. All else is called from `keras_hooks.resume`."""
+        runtime.job()
+        if runtime.is_local():
+            raise RuntimeError(
+                "Checkpoint saves what all ranks hold. Expected a `fit` outside of `keras_hpc.local()`, where "
+                "BackupAndRestore of Keras works. Received: a `fit` inside"
+            )
 
 
 class CommunicationReport(keras.callbacks.Callback):  # type: ignore[misc]

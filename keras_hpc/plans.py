@@ -112,6 +112,21 @@ class Plan:
             raise _native.Error(f"No average of plan '{self.name}' is outstanding.")
         return arrays
 
+    def put(self, arrays: Sequence[np.ndarray]) -> None:
+        """Makes an average outstanding that `take` gave in an earlier process. Between steps, on every rank.
+
+        Args:
+            arrays: one for each tensor.
+
+        Raises:
+            ValueError: they are not as the plan's tensors.
+            CommunicationError: a step is not over.
+        """
+        for spec, array in zip(self.tensors, arrays, strict=True):
+            if array.shape != spec.shape or array.dtype != dtype_of(spec.dtype):
+                raise spec.misfit(array.shape, array.dtype.name)
+        self._native.put([bytes_of(array) for array in arrays])
+
 
 def dtype_of(name: str) -> np.dtype[Any]:
     """Returns NumPy's dtype of a name; "bfloat16" is not one of its own."""

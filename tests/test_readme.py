@@ -24,7 +24,7 @@ import keras
 import numpy as np
 import keras_hpc
 keras_hpc.init()
-x = np.ones((8, 3), "float32")
+x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 """

@@ -32,6 +32,8 @@ def _template(system, status=0):
                 "pmix",
                 "OMP_NUM_THREADS",
                 "--ntasks-per-node=1",
+                "--signal=USR1@120",
+                "scontrol requeue",
             ],
         ),
         ("pbs", ["mpiprocs=1", "PBS_NODEFILE", "keras_hpc run --hosts", "OMP_NUM_THREADS"]),

@@ -46,6 +46,7 @@ REQUIRED = {
     f"{_CALLBACKS}.on_epoch_end": VERSIONS,
     f"{_CALLBACKS}.on_train_batch_end": VERSIONS,
     "keras.src.trainers.epoch_iterator:EpochIterator.__init__": VERSIONS,
+    "keras.src.trainers.epoch_iterator:EpochIterator._enumerate_iterator": VERSIONS,
     "keras.src.models.model:Model.load_weights": VERSIONS,
     "keras.src.losses.loss:reduce_weighted_values": VERSIONS,
     "keras.src.losses.loss:apply_mask": VERSIONS,
@@ -74,6 +75,9 @@ REQUIRED_ATTRIBUTES = {
     f"{_TRAINER}.__init__": ("_initial_epoch", "_compile_loss"),
     f"{_LAYER}._initialize_tracker": ("_non_trainable_variables", "_seed_generators"),
     f"{_CALLBACKS}.__init__": ("callbacks", "set_model"),
+    f"{_CALLBACKS}._add_default_callbacks": ("_history",),
+    "keras.src.callbacks.callback:Callback.__init__": ("_model",),
+    "keras.src.trainers.epoch_iterator:EpochIterator.__init__": ("_current_iterator", "_steps_seen"),
 }
 
 

@@ -18,6 +18,7 @@ from keras_hpc.keras_hooks import (
     overlap,
     pipeline,
     replicas,
+    resume,
     scope,
     state,
     trainer,
@@ -68,7 +69,7 @@ def install(job: Any) -> None:
     """
     compat.check()
     try:
-        for part in (state, losses, normalization, optimizer, pipeline, trainer, metrics, callbacks, data):
+        for part in (state, losses, normalization, optimizer, pipeline, trainer, metrics, callbacks, data, resume):
             part.install(job, _patcher)
     except BaseException:  # whatever it was, Keras must not stay half changed; raised again
         uninstall()

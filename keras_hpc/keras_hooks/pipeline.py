@@ -37,6 +37,8 @@ class _Line:
 _lines: weakref.WeakKeyDictionary[Any, list[_Line]] = weakref.WeakKeyDictionary()
 # Of an optimizer's running `fit`: how many steps are synchronous, and how many then pipelined.
 _windows: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+# Of an optimizer that has not made a step since it was restored: the average that was outstanding, for each line.
+_restored: weakref.WeakKeyDictionary[Any, dict[int, list[np.ndarray]]] = weakref.WeakKeyDictionary()
 
 
 def install(job: Any, patcher: Any) -> None:
@@ -55,6 +57,7 @@ def forget() -> None:
         )
     _lines.clear()
     _windows.clear()
+    _restored.clear()
 
 
 def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,12 +192,13 @@ def apply_accumulated(
     optimizer._iterations.assign(before + 1)
 
 
-def plan_schedule(model: Any, total: int | None) -> None:
+def plan_schedule(model: Any, total: int | None, done: int = 0) -> None:
     """Tells the engine which of a `fit`'s steps are pipelined.
 
     Args:
         model: the model that trains.
         total: steps of the whole `fit`; None if nobody knows.
+        done: how many of them an earlier process made.
 
     Raises:
         ValueError: the schedule needs the number of steps, and nobody knows it.
@@ -203,7 +207,10 @@ def plan_schedule(model: Any, total: int | None) -> None:
     if not schedule.pipelined or model.optimizer is None:
         return
     steps = schedule.max_steps if total is None else total
-    window = schedule.window(None if steps is None else steps // _accumulation(model.optimizer))
+    accumulation = _accumulation(model.optimizer)
+    first, length = schedule.window(None if steps is None else steps // accumulation)
+    done //= accumulation
+    window = (max(0, first - done), max(0, length - max(0, done - first)))
     for optimizer in _with_held(model.optimizer):
         _windows[optimizer] = window
     for line in _lines_of(model):
@@ -238,6 +245,32 @@ def drained(model: Any) -> Iterator[None]:
             backend.assign(variable, value)
 
 
+def outstanding(model: Any) -> list[tuple[int, int, list[np.ndarray]]]:
+    """Returns the averages that a model's variables wait for; they go on waiting. Collective in effect.
+
+    Returns:
+        Of each, the number of its optimizer and line, and its arrays, as `restore` takes them.
+    """
+    late = list(map(id, _outstanding_lines(model)))
+    return [
+        (number, place, line.plan.take(keep=True))
+        for number, optimizer in enumerate(state.optimizers_of(model))
+        for place, line in enumerate(_lines.get(optimizer, []))
+        if id(line) in late
+    ]
+
+
+def restore(model: Any, averages: Sequence[tuple[int, int, list[np.ndarray]]]) -> None:
+    """Makes averages outstanding that an earlier process held. On every rank of the model's team."""
+    optimizers = state.optimizers_of(model)
+    for number, place, arrays in averages:
+        known = _lines.get(optimizers[number], [])
+        if place < len(known):
+            known[place].plan.put(arrays)
+        else:
+            _restored.setdefault(optimizers[number], {})[place] = arrays
+
+
 def _line_of(
     team: Any, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], key: str, scale: Any = None
 ) -> tuple[_Line, list[Any]]:
@@ -263,6 +296,9 @@ def _line_of(
         for name, tensor in zip(names, tensors, strict=True)
     ]
     plan = team.plan(key, specs, wire_dtype=team.wire_dtype, pipelined=True)
+    average = _restored.get(optimizer, {}).pop(len(_lines.get(optimizer, [])), None)
+    if average is not None:
+        plan.put(average)
     line = _Line(weakref.proxy(optimizer), plan, [variables[index] for index in kept], scaled)
     _lines.setdefault(optimizer, []).append(line)
     # Without a fit: of as many steps as the user has said.

@@ -86,9 +86,12 @@ def replicated_variables(model: Any) -> list[keras.Variable]:
 
     That is without metrics, random seeds, and gradients that wait for more micro-batches.
     """
-    skip = {id(generator.state) for generator in _seed_generators(model)} | set(map(id, model.metrics_variables))
-    skip |= set(map(id, _accumulators(model)))
-    variables = [*model.variables, *(variable for optimizer in _optimizers(model) for variable in optimizer.variables)]
+    skip = {id(generator.state) for generator in seed_generators(model)} | set(map(id, model.metrics_variables))
+    skip |= set(map(id, accumulators(model)))
+    variables = [
+        *model.variables,
+        *(variable for optimizer in optimizers_of(model) for variable in optimizer.variables),
+    ]
     return [variable for variable in _unique(variables) if id(variable) not in skip]
 
 
@@ -102,9 +105,9 @@ def synchronize(model: Any) -> None:
         PlanMismatchError: the ranks built different models.
     """
     team = teams.team_of(model)
-    seeds = [generator.state for generator in _seed_generators(model)]
-    broadcast_variables(team, [*replicated_variables(model), *_accumulators(model), *seeds])
-    for generator in _seed_generators(model):
+    seeds = [generator.state for generator in seed_generators(model)]
+    broadcast_variables(team, [*replicated_variables(model), *accumulators(model), *seeds])
+    for generator in seed_generators(model):
         fold_seed(generator, team.rank)
     _equal[model] = len(replicated_variables(model))
     _moved.pop(model, None)
@@ -166,7 +169,7 @@ def average_moved(model: Any) -> None:
         return
     for moved in related:
         del _moved[moved]
-    average(teams.team_of(model), _unique(v for m in related for v in (*per_rank_state(m), *_accumulators(m))))
+    average(teams.team_of(model), _unique(v for m in related for v in (*per_rank_state(m), *accumulators(m))))
 
 
 def average_after_step(model: Any) -> None:
@@ -178,7 +181,7 @@ def average_after_step(model: Any) -> None:
     variables = per_rank_state(model)
     if variables:
         average(teams.team_of(model), variables)
-    if not _accumulators(model):
+    if not accumulators(model):
         _moved.pop(model, None)
 
 
@@ -222,6 +225,9 @@ def check_equal(optimizer: Any, variables: Sequence[Any]) -> None:
     team = teams.team_of(optimizer)
     # `value` would be that of the trace; during `fit` there is none, and `fit` made replicas equal.
     variables = [variable for variable in variables if variable._value is not None]
+    # Gradients that wait for more micro-batches are each rank's own; a checkpoint may have brought them.
+    waiting = {id(v) for one in (optimizer, *held_optimizers(optimizer)) for v in _waiting(one)}
+    variables = [variable for variable in variables if id(variable) not in waiting]
     check_same(team, variables)
     backend = backends.current()
     mine = [backend.to_numpy(variable._value) for variable in variables]
@@ -274,7 +280,7 @@ def _chunks(variables: Sequence[keras.Variable]) -> Iterator[list[keras.Variable
         yield chunk
 
 
-def _optimizers(model: Any) -> list[Any]:
+def optimizers_of(model: Any) -> list[Any]:
     """Returns the optimizers among a model's attributes, and those that they hold."""
     found = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
     for optimizer in found:
@@ -288,12 +294,17 @@ def held_optimizers(optimizer: Any) -> Sequence[Any]:
     return [inner] if inner is not None else getattr(optimizer, "optimizers", None) or []
 
 
-def _accumulators(model: Any) -> list[keras.Variable]:
-    found = (v for optimizer in _optimizers(model) for v in getattr(optimizer, "_accumulated_gradients", ()))
-    return [variable for variable in found if variable is not None]
+def accumulators(model: Any) -> list[keras.Variable]:
+    """Returns the gradients that wait for more micro-batches, each rank's own."""
+    return [variable for optimizer in optimizers_of(model) for variable in _waiting(optimizer)]
 
 
-def _seed_generators(model: Any) -> list[Any]:
+def _waiting(optimizer: Any) -> list[keras.Variable]:
+    return [variable for variable in getattr(optimizer, "_accumulated_gradients", ()) if variable is not None]
+
+
+def seed_generators(model: Any) -> list[Any]:
+    """Returns the random generators of a model's layers, which differ by rank."""
     generators = _unique(generator for layer in model._flatten_layers() for generator in layer._seed_generators)
     # A layer made for tf.data pipelines keeps its seed in TensorFlow, whatever the backend.
     return [generator for generator in generators if isinstance(generator.state, keras.Variable)]

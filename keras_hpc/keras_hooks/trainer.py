@@ -92,7 +92,7 @@ def _training_on_batch(original: Method) -> Method:
         if self.train_function is None or not state.was_made_equal(self):  # compile() and load_weights() make it so
             given = signature.bind(self, *args, **kwargs).arguments
             batch = tuple(given.get(name) for name in ("x", "y", "sample_weight"))
-            _build(self, keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), batch))
+            build(self, keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), batch))
             state.synchronize(self)
         result = original(self, *args, **kwargs)
         state.average_after_step(self)
@@ -165,7 +165,7 @@ def _prepared(model: Any, kind: str, function: Method) -> Method:
         if kind == "train":
             state.mark_moved(owner)
         if not state.was_made_equal(owner) and hasattr(args[-1], "element_spec"):
-            _build(owner, args[-1].element_spec)
+            build(owner, args[-1].element_spec)
             state.synchronize(owner)
         with tracing.step(f"{owner.name} {kind}"):
             results = function(*args)
@@ -177,15 +177,22 @@ def _prepared(model: Any, kind: str, function: Method) -> Method:
     return run
 
 
-def _build(model: Any, batch: Any) -> None:
-    """Builds model, metrics and optimizer for a batch of data, or of shapes and dtypes, where Keras can."""
+def build(model: Any, batch: Any, *, metrics: bool = False) -> None:
+    """Builds model and optimizer for a batch of data, or of shapes and dtypes, where Keras can.
+
+    Args:
+        model: a compiled model.
+        batch: what `fit` trains on.
+        metrics: whether the metrics must be built even if all else is; otherwise the first step builds them.
+    """
 
     def symbolic(leaf: Any) -> Any:
         if leaf is None:
             return None
         return keras.KerasTensor(tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype))
 
-    if callbacks.is_built(model):
+    compiled = getattr(model, "_compile_metrics", None)
+    if callbacks.is_built(model) and not (metrics and compiled is not None and not compiled.built):
         return
     try:
         model._symbolic_build(data_batch=keras.tree.map_structure(symbolic, batch))

@@ -285,7 +285,20 @@ NB_MODULE(_native, m) {
             const nb::gil_scoped_release released;
             return plan.get_pipeline().take(data, keep);
           },
-          "out"_a, "keep"_a, "The outstanding average, into arrays; False if there is none.");
+          "out"_a, "keep"_a, "The outstanding average, into arrays; False if there is none.")
+      .def(
+          "put",
+          [](const PyPlan& plan, const std::vector<ConstBytes>& arrays) {
+            std::vector<const void*> data;
+            for (size_t i = 0; i < arrays.size(); ++i) {
+              plan.check(static_cast<int>(i), arrays[i].size());
+              data.push_back(arrays[i].data());
+            }
+            if (data.size() != plan.plan->tensors().size())
+              throw nb::value_error("Expected an array for each tensor of the plan.");
+            plan.get_pipeline().put(data);
+          },
+          "arrays"_a, "Makes an average outstanding that an earlier process took.");
 
   nb::class_<PyTeam>(m, "Team")
       .def(nb::init<std::unique_ptr<Transport>, int, int, double, double, const std::string&>(), release, "transport"_a,

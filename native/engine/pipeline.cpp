@@ -167,4 +167,13 @@ bool Pipeline::take(const std::vector<void*>& data, bool keep) {
   return true;
 }
 
+void Pipeline::put(const std::vector<const void*>& data) {
+  if (started_ > 0 || (outstanding_ && !landed_))
+    throw Error("A step of plan '" + plan_.name() + "' is not over: no average can be put into it.");
+  for (int t = 0; t < count(); ++t) std::memcpy(memory(t), data[static_cast<size_t>(t)], nbytes(t));
+  outstanding_ = true;
+  landed_ = true;
+  taken_ = 0;
+}
+
 }  // namespace keras_hpc

@@ -44,6 +44,8 @@ class Pipeline {
   // The average that is outstanding, into one buffer for each tensor; false if there is none. `keep` leaves it
   // outstanding. Collective in effect: it waits for the other ranks' parts.
   bool take(const std::vector<void*>& data, bool keep);
+  // Makes an average outstanding again that `take` gave in an earlier process. Between steps; on every rank.
+  void put(const std::vector<const void*>& data);
   bool outstanding() const { return outstanding_; }
 
  private:

@@ -45,6 +45,28 @@ def test_the_template(slurm, check_report, tmp_path):
     check_report("report.json", nodes=2, per_node=1)
 
 
+@pytest.mark.soak
+def test_a_job_that_is_warned_goes_into_the_queue_again(slurm, tmp_path):
+    """The template's recipe. Slurm waits two minutes before a job that was put into the queue again may run."""
+    template = subprocess.run([sys.executable, "-m", "keras_hpc", "template", "slurm"], capture_output=True, check=True)
+    script = TRAIN.parent.parent / "ranks" / "train_resume.py"
+    text = template.stdout.decode().replace("train.py", f"{script} . whole 4 wait").replace("##SBATCH", "#SBATCH")
+    text = text.replace("#SBATCH --gpus-per-task=1\n", "").replace("checkpoints/run", "run")
+    (tmp_path / "job.sh").write_text(text)
+    wait = "while ! grep -q TRAINS log.txt; do sleep 0.2; done; scancel --signal=USR1 1"
+    slurm(
+        2,
+        f"sbatch --nodes=2 --ntasks-per-node=1 --cpus-per-task=1 --output=log.txt job.sh && {wait}; "
+        "while squeue --noheader | grep -q .; do sleep 0.2; done; cat log.txt",
+        timeout=400,
+        env={"KERAS_BACKEND": "torch"},
+    )
+    said = (tmp_path / "log.txt").read_text()
+    assert "SIGUSR1: saved" in said
+    assert "goes on from run/step-" in said
+    assert (tmp_path / "run.json").read_text() == (tmp_path / "whole.json").read_text()
+
+
 def test_srun_without_mpi_is_refused(slurm, tmp_path):
     """Each task would train alone and take itself for rank 0."""
     output = slurm(2, f"srun -N2 --ntasks-per-node=1 python {TRAIN} report.json", status=None).output

@@ -60,7 +60,7 @@ def test_ranks_together_hold_the_batches_of_one_rank(kind, shuffle, mode):
     for _epoch in range(2):
         reference = batches(one)
         for leaf in (0, 1):
-            adapter._epoch = one._epoch - 1
+            adapter.passes.next = one.passes.next - 1
             steps = steps_of_all(adapter, leaf=leaf)
             assert len(steps) == len(reference) == adapter.num_batches
             for ranks, whole in zip(steps, reference, strict=True):

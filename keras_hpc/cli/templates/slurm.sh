@@ -10,6 +10,11 @@
 #SBATCH --cpus-per-task=32
 ##SBATCH --gpus-per-task=1
 ##SBATCH --exclusive
+# With callbacks.Checkpoint (the signal ends other programs): into the queue again after preemption or the failure of a
+# node, and by the end of this script when time is nearly over, of which SIGUSR1 warns the ranks 120 seconds before.
+##SBATCH --requeue
+##SBATCH --open-mode=append
+##SBATCH --signal=USR1@120
 
 # module load ...
 # source /path/to/environment/bin/activate
@@ -23,6 +28,13 @@ export SLURM_KILL_BAD_EXIT=1
 # MPICH 5.0 from pip: Slurm's pmi2 may not be able to read its UCX addresses ("value not properly terminated"). Then:
 # export MPIR_CVAR_CH4_NETMOD=ofi
 
+# What the ranks leave in the folder of their Checkpoint if they saved because of a signal.
+interrupted=checkpoints/run/interrupted
+rm -f "$interrupted"
+
 # pmi2: MPICH and Intel MPI. pmix: Open MPI. cray_shasta: Cray MPICH. `srun --mpi=list` shows what your site has.
 # `python -m keras_hpc run train.py` instead of this line finds out by itself.
 srun --mpi=pmi2 --cpu-bind=cores --cpus-per-task="$cores" python train.py
+status=$?
+if [ -e "$interrupted" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit $status

@@ -14,7 +14,7 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
-from keras_hpc.keras_hooks.data.partition import Partition, Place
+from keras_hpc.keras_hooks.data.partition import Partition, Passes, Place
 
 
 class ShardedArrays(DataAdapter):  # type: ignore[misc]
@@ -40,7 +40,8 @@ class ShardedArrays(DataAdapter):  # type: ignore[misc]
         self.partition = Partition(samples, batch, place)
         self.shuffle = shuffle
         self.seed = 0
-        self._epoch = 0
+        self.passes = Passes()
+        self.step_size = batch
         self.may_be_empty = self.partition.may_be_empty
         self.fingerprint = [
             "arrays",
@@ -70,15 +71,15 @@ class ShardedArrays(DataAdapter):  # type: ignore[misc]
 
     def _batches(self, target: str, convert: str) -> Iterator[Any]:
         columns = array_slicing.convert_to_sliceable(self._inputs, target_backend=target)
-        epoch = self._epoch
+        epoch, first = self.passes.begin()
         order = self._order(epoch) if self.shuffle else None
-        for step in range(self.partition.steps):
+        for step in range(first, self.partition.steps):
             rows: Any = slice(*self.partition.bounds(step))
             rows = rows if order is None else order[rows]
             yield tree.map_structure(lambda c: None if c is None else getattr(c, convert)(c[rows]), columns)  # noqa: B023
             # Only now: Keras may look at the first batch of a pass that it then drops, to build the model, and whether
             # it does can differ between ranks.
-            self._epoch = epoch + 1
+            self.passes.next = epoch + 1
 
     def get_numpy_iterator(self) -> Iterator[Any]:
         """One pass over this rank's batches."""
@@ -100,11 +101,13 @@ class ShardedArrays(DataAdapter):  # type: ignore[misc]
         width = np.diff(self.partition.place.part(self.partition.global_batch))[0]
 
         def indices() -> tuple[np.ndarray, np.ndarray]:
-            self._epoch += 1
-            return self.partition.mine(self._order(self._epoch - 1))
+            epoch, first = self.passes.begin()
+            self.passes.next = epoch + 1
+            full, tail = self.partition.mine(self._order(epoch))
+            return full[first:], tail
 
         def steps(full: Any, tail: Any) -> Any:
-            batches = tf.data.Dataset.from_tensor_slices(tf.ensure_shape(full, [self.partition.full_steps, width]))
+            batches = tf.data.Dataset.from_tensor_slices(tf.ensure_shape(full, [None, width]))
             if self.partition.steps > self.partition.full_steps:
                 batches = batches.concatenate(tf.data.Dataset.from_tensors(tf.ensure_shape(tail, [None])))
             return batches

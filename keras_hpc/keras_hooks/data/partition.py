@@ -43,9 +43,36 @@ class Place:
         """Returns how many samples all ranks together see in a step."""
         return batch_size * self.size if self.batch == "local" else batch_size
 
+    @property
+    def steps_apart(self) -> int:
+        """How many ready-made batches a step takes."""
+        return self.size if self.batch == "local" else 1
+
     def steps(self, batches: int) -> int:
         """Returns the number of steps in which ranks get through `batches` ready-made batches."""
         return -(-batches // self.size) if self.batch == "local" else batches
+
+
+@dataclasses.dataclass
+class Passes:
+    """Where passes over the data stand.
+
+    Attributes:
+        next: number of the pass that begins next.
+        running: of the one that began last.
+        first: the step that the next pass begins with: 0, unless training goes on in its middle.
+    """
+
+    next: int = 0
+    running: int = 0
+    first: int = 0
+
+    def begin(self) -> tuple[int, int]:
+        """Begins a pass. Returns its number and first step."""
+        self.running, first, self.first = self.next, self.first, 0
+        if first:  # its first batch may be its last; and nobody looks at it only to build a model
+            self.next += 1
+        return self.running, first
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer, PyDatasetAdapter
 
 from keras_hpc.keras_hooks.data import rows
-from keras_hpc.keras_hooks.data.partition import Partition, Place
+from keras_hpc.keras_hooks.data.partition import Partition, Passes, Place
 
 
 class _Pass(keras.utils.PyDataset):  # type: ignore[misc]
@@ -22,20 +22,23 @@ class _Pass(keras.utils.PyDataset):  # type: ignore[misc]
         source: the user's data set.
         place: this rank's place.
         order: the order of the batches, the same on every rank; `None` leaves them as they are.
+        first: the step that the pass begins with.
     """
 
-    def __init__(self, source: Any, place: Place, order: np.ndarray | None = None) -> None:
+    def __init__(self, source: Any, place: Place, order: np.ndarray | None = None, first: int = 0) -> None:
         super().__init__(source.workers, source.use_multiprocessing, source.max_queue_size)
         self.source = source
         self.place = place
         self.order = order
+        self.first = first
 
     @property
     def num_batches(self) -> int | None:
         batches = self.source.num_batches
-        return None if batches is None else self.place.steps(batches)
+        return None if batches is None else self.place.steps(batches) - self.first
 
     def __getitem__(self, step: int) -> Any:
+        step += self.first
         if self.place.batch == "global":
             return rows.mine(self._batch(step), self.place)
         number = step * self.place.size + self.place.rank
@@ -66,7 +69,8 @@ class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc]
         self.enqueuer = None
         self.shuffle = shuffle and batches is not None
         self.seed = 0
-        self._epoch = 0
+        self.passes = Passes()
+        self.step_size = place.steps_apart
         dealt_evenly = batches is None or batches % place.size == 0
         self.may_be_empty = place.size > 1 and (place.batch == "global" or not dealt_evenly)
         self.fingerprint = ["PyDataset", batches, str(shuffle), type(source).__name__]
@@ -83,14 +87,15 @@ class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc]
         return 0
 
     def _get_iterator(self) -> Iterator[Any]:
-        source, place, epoch = self.py_dataset.source, self.py_dataset.place, self._epoch
+        source, place = self.py_dataset.source, self.py_dataset.place
+        epoch, first = self.passes.begin()
         order = None
         if self.shuffle:
             batches = Partition(source.num_batches, 1, place)
             order = batches.order(True, self.seed, epoch)
-        for batch in _read(_Pass(source, place, order)):
+        for batch in _read(_Pass(source, place, order, first)):
             yield self._standardize_batch(batch)
-            self._epoch = epoch + 1  # Not before: see `arrays.ShardedArrays`.
+            self.passes.next = epoch + 1  # Not before: see `arrays.ShardedArrays`.
 
 
 def _read(part: _Pass) -> Iterator[Any]:

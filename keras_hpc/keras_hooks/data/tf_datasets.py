@@ -22,6 +22,7 @@ class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc]
         _check_batched(spec)
         super().__init__(shard(dataset, place), class_weight=class_weight)
         self.place = place
+        self.step_size = place.steps_apart
         # A known number of batches (-1: endless, -2: unknown) tells whether the last step has one for every rank.
         self.may_be_empty = (
             place.batch == "global" or cardinality == -2 or (cardinality > 0 and cardinality % place.size > 0)
@@ -68,6 +69,11 @@ def shuffles_without_seed(dataset: Any) -> bool:
     if "Shuffle" in type(dataset).__name__ and all(s is not None and int(s) == 0 for s in seeds):
         return True
     return any(map(shuffles_without_seed, dataset._inputs()))
+
+
+def shuffles(dataset: Any) -> bool:
+    """Whether there is a `shuffle` somewhere in the pipeline. Each new iterator then has another order."""
+    return "Shuffle" in type(dataset).__name__ or any(map(shuffles, dataset._inputs()))
 
 
 def _check_batched(spec: Any) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchData
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from keras_hpc.keras_hooks.data import rows
-from keras_hpc.keras_hooks.data.partition import Place, deal
+from keras_hpc.keras_hooks.data.partition import Passes, Place, deal
 
 
 class ShardedDataLoader(TorchDataLoaderAdapter):  # type: ignore[misc]
@@ -28,6 +29,8 @@ class ShardedDataLoader(TorchDataLoaderAdapter):  # type: ignore[misc]
         self._dataloader = _Part(loader, place)
         self._num_batches = None if batches is None else place.steps(batches)
         self.place = place
+        self.passes = self._dataloader.passes
+        self.step_size = place.steps_apart
         self._batches = batches
         dealt_evenly = batches is not None and batches % place.size == 0
         self.may_be_empty = place.size > 1 and (place.batch == "global" or not dealt_evenly)
@@ -68,19 +71,19 @@ class _Part:
         self.loader = loader
         self.place = place
         self.seed = 0
-        self._epoch = 0
+        self.passes = Passes()
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self._epoch
+        epoch, begin = self.passes.begin()
         # Samplers without a generator of their own draw from torch's: for that moment all ranks have the same one.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed((self.seed + epoch) % 2**63)
             streams = self.loader.batch_sampler is None or isinstance(self.loader.dataset, IterableDataset)
-            batches = self._stream() if streams else self._chosen()
+            batches = itertools.islice(self._stream(), begin, None) if streams else self._chosen(begin)
             first = next(batches, None)
         while first is not None:
             yield first
-            self._epoch = epoch + 1  # Not before: see `arrays.ShardedArrays`.
+            self.passes.next = epoch + 1  # Not before: see `arrays.ShardedArrays`.
             first = next(batches, None)
 
     def _stream(self) -> Iterator[Any]:
@@ -89,14 +92,15 @@ class _Part:
             return deal(self.loader, rows.empty_like, self.place)
         return (rows.mine(batch, self.place) for batch in self.loader)
 
-    def _chosen(self) -> Iterator[Any]:
-        """An indexable data set: the rank loads its own samples only."""
+    def _chosen(self, begin: int) -> Iterator[Any]:
+        """An indexable data set: the rank loads its own samples only, from the step `begin` on."""
         loader, place = self.loader, self.place
         chosen: Iterator[list[int]] = map(list, list(loader.batch_sampler))
         if place.batch == "local":
             indices = list(deal(chosen, lambda _: [], place))
         else:
             indices = [batch[slice(*place.part(len(batch)))] for batch in chosen]
+        indices = indices[begin:]
         loaded = iter(_with_indices(loader, [batch for batch in indices if batch]))
         empty = None
         for batch in indices:

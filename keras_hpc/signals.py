@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals by which batch systems ask a job to end: noted, and agreed on by all ranks at the same step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import types
+from typing import Any
+
+import numpy as np
+
+# SIGTERM: preemption, scancel, the time limit itself. SIGUSR1: Slurm's warning before the limit (--signal=USR1@120).
+_NUMBERS = (signal.SIGTERM, signal.SIGUSR1)
+_LOOK_SECONDS = 0.5
+
+
+class Request:
+    """Context in which SIGTERM and SIGUSR1 are noted. Where a program handles one itself, its handler stays.
+
+    Ranks look together, and not after every step: about twice a second, at steps that they agree on.
+    """
+
+    def __init__(self) -> None:
+        self._received = 0
+        self._previous: dict[int, Any] = {}
+        self._steps = 1  # from the last look to the next
+        self._left = 1
+        self._looked_at = time.monotonic()
+
+    def __enter__(self) -> Request:
+        if threading.current_thread() is threading.main_thread():
+            for number in _NUMBERS:
+                if not callable(signal.getsignal(number)):
+                    self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _note(self, number: int, _: types.FrameType | None) -> None:
+        self._received = number
+
+    def after_step(self, team: Any) -> int:
+        """Returns the signal that a rank has received, or 0 if there is none or it is not time to look. Collective."""
+        self._left -= 1
+        return 0 if self._left > 0 else self.look(team)
+
+    def look(self, team: Any) -> int:
+        """Returns the signal that a rank has received, or 0. Collective on the team."""
+        now = time.monotonic()
+        per_second = self._steps / max(now - self._looked_at, 1e-9)
+        steps = max(1, min(2 * self._steps, int(_LOOK_SECONDS * per_second)))
+        message = np.array([self._received, -steps], np.int64)
+        team.allreduce(message, "max")
+        self._looked_at = now
+        self._steps = self._left = -int(message[1])
+        return int(message[0])

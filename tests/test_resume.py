@@ -1,0 +1,65 @@
+"""Jobs that are killed, or asked to end, and started again: they end with the bits of a job that was left alone."""
+
+import json
+import random
+import shutil
+
+import pytest
+from launch import ROOT
+
+pytestmark = pytest.mark.mpi
+
+SCRIPT = ROOT / "tests" / "ranks" / "train_resume.py"
+STEPS = 32  # 4 epochs of 8
+
+
+@pytest.fixture
+def train(run_ranks):
+    """A function that trains in a folder until a signal at a step, and returns what was said."""
+
+    def run(n, folder, how="", step=0, signal="none", backend="torch", **options):
+        return run_ranks(n, [SCRIPT, folder, how, step, signal], backend=backend, timeout=240, **options).output
+
+    return run
+
+
+def _result(folder, name="run"):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_a_job_that_is_killed_and_asked_to_end_goes_on(train, tmp_path):
+    train(2, tmp_path, "whole", step=11, signal="sigkill", expect_failure=True)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [f"step-{n:09}" for n in (3, 6, 9)]
+    shutil.copytree(tmp_path / "run", tmp_path / "other" / "run")
+    said = train(2, tmp_path, step=5, signal="sigusr1")  # which one rank alone receives
+    assert "step-000000009: epoch 2 of 4, step 2" in said
+    assert "SIGUSR1: saved" in said
+    assert (tmp_path / "run" / "interrupted").exists()
+    assert not (tmp_path / "run.json").exists()
+    train(2, tmp_path)
+    assert not (tmp_path / "run" / "interrupted").exists()
+    assert _result(tmp_path) == _result(tmp_path, "whole")
+
+    said = train(1, tmp_path / "other", mpi=False)
+    assert "1 rank, were 2: not bit for bit" in said
+    assert len(_result(tmp_path / "other")["history"]["loss"]) == 4
+
+
+# Backends, ranks, and what they may meet, in turns.
+HOW = ("", "pipelined", "accumulate", "dataset")
+KILLS = [(("torch", "tensorflow", "jax")[i % 3], 1 + i // 3 % 3, HOW[i // 3 % 4]) for i in range(30)]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(len(KILLS)))
+def test_random_kills(number, train, tmp_path):
+    backend, n, how = KILLS[number]
+    chance = random.Random(number)
+    kinds = chance.choice([["sigkill", "SIGTERM"], ["later", "sigusr1"], ["sigterm", "later"], ["later", "later"]])
+    before = "whole," + how
+    for kind in kinds:
+        step = chance.randrange(1, STEPS // 4)
+        train(n, tmp_path, before, step, kind, backend, expect_failure=kind in ("sigkill", "later"))
+        before = how
+    train(n, tmp_path, how, backend=backend)
+    assert _result(tmp_path) == _result(tmp_path, "whole")
