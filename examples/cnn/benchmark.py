@@ -235,6 +235,11 @@ def main(argv=None):
     print("\n" + " " * 25 + "".join(f"{line['runs']:>10}" for line in means))
     for name, label in PARTS.items():
         print(f"{label:25}" + "".join(f"{line[name]:10.2f}" for line in means))
+    for setting, found in runs:
+        if setting.ranks > 1:
+            check = float(np.median([rank["check_ms"] for one in found for rank in one["ranks"]]))
+            step = next(line["step_ms"] for line in table if line["runs"] == setting.name)
+            print(f"check_replicas on {setting.name}: {check:.1f} ms, {check / step:.2f} % of 100 steps")
     print(f"\n{args.out}/: scaling.png, scaling.csv, profile.png, profile.csv, benchmark.json")
     return everything
 

@@ -93,6 +93,19 @@ def update_seconds(model, repetitions=10):
     return float(np.median(times[2:]))
 
 
+def check_seconds(model, repetitions=3):
+    """Times a comparison of the ranks' replicas, which `init(check_replicas_every=n)` makes after n steps. Median."""
+    import keras_hpc
+
+    times = []
+    for _ in range(repetitions + 1):
+        keras_hpc.barrier()
+        begin = time.perf_counter()
+        keras_hpc.check_replicas(model)
+        times.append(time.perf_counter() - begin)
+    return float(np.median(times[1:]))
+
+
 def measure(args):
     """Returns this rank's measurements, a dictionary of numbers and lists."""
     import keras
@@ -143,6 +156,7 @@ def measure(args):
         return [found]
     with keras_hpc.local():
         found["update_ms"] = 1e3 * update_seconds(model)
+    found["check_ms"] = 1e3 * check_seconds(model) if job.size > 1 else 0.0
     return job.teams[0].allgather_object(found)
 
 
