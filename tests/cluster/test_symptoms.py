@@ -1,4 +1,4 @@
-"""What a user sees who takes the wrong --mpi of srun, as docs/clusters.md quotes it. Other rows have their own tests."""
+"""What a user sees who takes the wrong --mpi of srun, as docs/clusters.md quotes it. Other rows have own tests."""
 
 import re
 from pathlib import Path
