@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 
+import nbclient
+import nbformat
 import numpy as np
 import pytest
 from launch import ROOT, child_environment, launch
@@ -100,19 +102,29 @@ def test_synthetic_data_are_the_same_for_all():
 
 
 @pytest.mark.mpi
-def test_a_small_run(tmp_path):
+def test_a_small_run_and_its_notebook(tmp_path, monkeypatch):
+    out = tmp_path / "lenet-torch"
     words = ["--model", "lenet", "--batch-size", "4", "--steps", "3", "--rounds", "1", "--backend", "torch"]
-    command = [sys.executable, "-m", "examples.cnn.benchmark", *words, "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "examples.cnn.benchmark", *words, "--out", str(out)]
     done = launch(1, command, timeout=240, env=child_environment("torch"), mpi=False)
     assert done.returncode == 0, done.output
-    assert "2 ranks" in done.output
-    found = json.loads((tmp_path / "out" / "benchmark.json").read_text())
+    assert "check_replicas on 2 ranks" in done.output
+    found = json.loads((out / "benchmark.json").read_text())
     assert [len(run["rounds"][0]["ranks"]) for run in found["runs"]] == [1, 1, 2]
     assert all(len(rank["step_ms"]) == 3 for run in found["runs"] for rank in run["rounds"][0]["ranks"])
     two = found["runs"][2]["rounds"][0]["ranks"][0]
     assert two["exposed_ms"] + two["hidden_ms"] > 0, "two ranks communicate"
     assert found["runs"][1]["rounds"][0]["ranks"][0]["exposed_ms"] == 0
-    with (tmp_path / "out" / "scaling.csv").open() as file:
+    with (out / "scaling.csv").open() as file:
         assert [line["runs"] for line in csv.DictReader(file)] == ["Keras", "1 rank", "2 ranks"]
     for name in ("scaling.png", "profile.png"):
-        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+
+    source = (ROOT / "notebooks/scaling.ipynb").read_text()
+    assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in json.loads(source)["cells"])
+    monkeypatch.setenv("SCALING_RESULTS", str(tmp_path))
+    notebook = nbformat.reads(source, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(ROOT)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    assert "lenet-torch             2 ranks" in outputs[-1]["text"]

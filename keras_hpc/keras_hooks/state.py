@@ -109,6 +109,8 @@ def synchronize(model: Any) -> None:
     broadcast_variables(team, [*replicated_variables(model), *accumulators(model), *seeds])
     for generator in seed_generators(model):
         fold_seed(generator, team.rank)
+    if keras.backend.backend() == "torch":
+        _fold_torch(team.rank)
     _equal[model] = len(replicated_variables(model))
     _moved.pop(model, None)
 
@@ -128,6 +130,15 @@ def fold_seed(generator: Any, rank: int) -> None:
     folded = state.copy()
     folded[0] = int(seed) & 0x3FFFFFFF  # fits every dtype that Keras keeps seeds in
     generator.state.assign(folded)
+
+
+def _fold_torch(rank: int) -> None:
+    """The same for PyTorch's own stream, from which Keras draws where a layer has no seed."""
+    import torch
+
+    if rank > 0:
+        seed = np.random.SeedSequence([int(torch.randint(2**31, ())), rank]).generate_state(1)[0]
+        torch.manual_seed(int(seed))
 
 
 def broadcast_variables(team: Any, variables: Sequence[Any], root: int = 0) -> None:

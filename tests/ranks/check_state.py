@@ -76,6 +76,19 @@ def test_global_random_stream_differs_by_rank_and_is_reproducible():
             assert draw() == second
 
 
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="the others have no stream besides Keras'")
+def test_dropout_without_a_seed_differs_by_rank_and_is_reproducible():
+    def draw():
+        keras.utils.set_random_seed(9)
+        model = compiled(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]))
+        model.fit(*data(), epochs=1, verbose=0)
+        return np.array(keras.ops.convert_to_numpy(keras.layers.Dropout(0.5)(np.ones((1, 64)), training=True))).tolist()
+
+    first, second = draw(), draw()
+    assert first == second
+    assert len({str(drawn) for drawn in everyone(second)}) == job().size
+
+
 def normalized():
     keras.utils.set_random_seed(6)
     layers = [keras.layers.Dense(5), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(3)]
