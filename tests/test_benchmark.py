@@ -71,8 +71,9 @@ import json
 from examples.cnn.networks import NETWORKS
 sizes = {}
 for name, network in NETWORKS.items():
-    model = network.build((224, 224, 3) if name in ("hep_cnn", "inception_v3") else network.shape, network.classes)
-    sizes[name] = model.count_params()
+    if name not in ("resnet50", "inception_v3"):  # which are Keras' own
+        shape = (224, 224, 3) if name == "hep_cnn" else network.shape
+        sizes[name] = network.build(shape, network.classes).count_params()
 small = NETWORKS["hep_cnn"]
 sizes["hep_cnn, small"] = small.build(small.shape, small.classes).count_params()
 print(json.dumps(sizes))
@@ -89,8 +90,6 @@ def test_networks_are_the_published_ones():
         "mlp": 50_384_906,
         "hep_cnn": 594_178,  # Kurth et al.
         "hep_cnn, small": 446_594,
-        "resnet50": 25_636_712,
-        "inception_v3": 23_851_784,
     }
 
 
@@ -101,6 +100,7 @@ def test_synthetic_data_are_the_same_for_all():
     assert (x.shape, x.dtype, y.dtype, set(y)) == ((40, 5, 5, 2), np.float32, np.int32, {0, 1, 2})
 
 
+@pytest.mark.soak
 @pytest.mark.mpi
 def test_a_small_run_and_its_notebook(tmp_path, monkeypatch):
     out = tmp_path / "lenet-torch"

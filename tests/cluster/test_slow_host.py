@@ -10,7 +10,7 @@ from launch import child_environment, launch
 from keras_hpc import launchers
 from keras_hpc.bench.hosts import Hosts, HostsError
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.soak]
 
 
 def test_the_slow_host_is_named(tmp_path):

@@ -27,7 +27,7 @@ import keras_hpc
 from keras_hpc.keras_hooks.data.arrays import ShardedArrays
 from keras_hpc.keras_hooks.data.partition import Place
 
-RANKS = {"tensorflow": (3,), "jax": (2,), "torch": (2,)}
+RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 
 
 def tensors(array):

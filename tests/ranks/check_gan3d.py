@@ -154,14 +154,16 @@ def test_paper_preset_makes_a_step(job):
     assert changed(g, model.generator) == set(g)
 
 
-def test_losses_are_weighted_as_published(job):
+def test_losses_are_weighted(job):
     model = gan()
     losses = model.step(batch(), np.random.default_rng(keras_hpc.rank()))
     assert list(losses) == train.LOSSES
     assert np.isfinite(list(losses.values())).all()
     for who in "dg":
-        parts = (2 * losses[f"{who}_generation"], 0.1 * losses[f"{who}_auxiliary"], 0.1 * losses[f"{who}_ecal"])
+        parts = (2 * losses[f"{who}_generation"], 0.1 * losses[f"{who}_auxiliary"], 0.3 * losses[f"{who}_ecal"])
         assert losses[f"{who}_loss"] == pytest.approx(sum(parts), rel=1e-4)
+    published = train.networks.compile_arguments("paper")["loss_weights"]
+    assert published == {"generation": 2, "auxiliary": 0.1, "ecal": 0.1}
     # Of the real showers the sum is exact; what remains is that of the generated ones.
     assert isinstance(model.combined.optimizer, keras.optimizers.RMSprop)
     assert model.combined.optimizer is not model.discriminator.optimizer

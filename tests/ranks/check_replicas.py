@@ -8,7 +8,7 @@ from keras_cases import job
 
 import keras_hpc
 
-RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (3,)}
+RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 
 
 @pytest.fixture(autouse=True)
