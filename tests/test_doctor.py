@@ -14,8 +14,7 @@ def test_help(run_ranks):
     assert "--parameters" in run_ranks(1, ["-m", "keras_hpc", "doctor", "--help"], backend="jax", mpi=False).output
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+@pytest.mark.parametrize(("ranks", "backend"), [(1, "tensorflow"), (3, "jax")])
 def test_doctor(ranks, backend, run_ranks, tmp_path):
     args = ["-m", "keras_hpc", "doctor", "--parameters", "1000000", "--json", tmp_path / "doctor.json"]
     text = run_ranks(ranks, args, backend=backend, mpi=ranks > 1).output

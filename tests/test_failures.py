@@ -27,9 +27,9 @@ def _check_end(done):
     [
         ("raise", ["RuntimeError: boom on the last rank", "in on_train_batch_end"]),
         ("exit", []),
-        ("raise-exit", []),
+        pytest.param("raise-exit", [], marks=pytest.mark.soak),
         ("exit-outside-training", []),
-        ("exit-text", ["bad luck on the last rank"]),
+        pytest.param("exit-text", ["bad luck on the last rank"], marks=pytest.mark.soak),
         ("kill", []),
         ("segv", ["Segmentation fault", "on_train_batch_end"]),
         ("thread", ["ZeroDivisionError", "RuntimeError: boom on the last rank"]),
@@ -73,7 +73,9 @@ def test_abort_waits_until_its_output_was_read():
         assert process.wait(30) == 0
 
 
-@pytest.mark.parametrize("how", ["raise", "kill", "fewer-batches"])
+@pytest.mark.parametrize(
+    "how", ["raise", *(pytest.param(how, marks=pytest.mark.soak) for how in ("kill", "fewer-batches"))]
+)
 def test_one_rank_ends_the_job_with_tensorflow(how, run_ranks):
     done = run_ranks(2, [RANKS / "fail_training.py", how], expect_failure=True)
     assert how != "raise" or "RuntimeError: boom on the last rank" in done.output

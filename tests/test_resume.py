@@ -27,9 +27,16 @@ def _result(folder, name="run"):
     return json.loads((folder / f"{name}.json").read_text())
 
 
-def test_a_job_that_is_killed_and_asked_to_end_goes_on(train, tmp_path):
+def test_a_job_that_is_killed_goes_on(train, tmp_path):
     train(2, tmp_path, "whole", step=11, signal="sigkill", expect_failure=True)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [f"step-{n:09}" for n in (3, 6, 9)]
+    assert "step-000000009: epoch 2 of 4, step 2" in train(2, tmp_path)
+    assert _result(tmp_path) == _result(tmp_path, "whole")
+
+
+@pytest.mark.soak
+def test_a_job_that_is_killed_and_asked_to_end_goes_on(train, tmp_path):
+    train(2, tmp_path, "whole", step=11, signal="sigkill", expect_failure=True)
     shutil.copytree(tmp_path / "run", tmp_path / "other" / "run")
     said = train(2, tmp_path, step=5, signal="sigusr1")  # which one rank alone receives
     assert "step-000000009: epoch 2 of 4, step 2" in said

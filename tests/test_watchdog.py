@@ -80,6 +80,7 @@ def test_rank_0_that_sleeps_in_fit(run_ranks, tmp_path):
     assert re.search(r"keras_hpc: rank 1 ends the job: uncaught .*Tensor '1: bias' of plan 'optimizer", log)
 
 
+@pytest.mark.soak
 @pytest.mark.mpi
 def test_rank_0_that_is_stopped(run_ranks):
     """The other rank tells what it sees, and ends the job."""

@@ -7,7 +7,7 @@ import pytest
 
 import keras_hpc
 
-RANKS = {"jax": (2,), "torch": (2,)}
+RANKS = {"jax": (2,)}
 ALONE = True
 # Steps of PyTorch take longer: fewer of them with larger gradients.
 UNITS, SAMPLES = {"torch": (1024, 3_200)}.get(keras.backend.backend(), (64, 40_000))

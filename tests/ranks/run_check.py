@@ -15,4 +15,6 @@ os.dup2(log, 1)
 os.dup2(log, 2)
 # A rank that hangs shows where, shortly before the launcher's own limit ends the job.
 options = ["-x", "-v", "-p", "no:cacheprovider", f"--timeout={seconds}", "--tb=short"]
+# Folders of its own: ranks that share them remove those of earlier runs at the same time, and trip over each other.
+options.append(f"--basetemp={folder}/folders{rank}")
 os.execv(sys.executable, [sys.executable, "-m", "mpi4py", "-m", "pytest", *options, *checks])
