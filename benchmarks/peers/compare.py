@@ -54,14 +54,14 @@ class Contender:
     @property
     def backend(self):
         """Keras' backend."""
-        return {"PyTorch": "torch"}.get(self.alone) or self.alone.rpartition(" ")[2].lower().replace("pytorch", "torch")
+        return ALONE[self.alone][1]
 
 
-ALONE = {
-    "Keras on TensorFlow": (OURS, ()),
-    "Keras on JAX": (OURS, ()),
-    "Keras on PyTorch": (OURS, ()),
-    "PyTorch": ("benchmarks.peers.torch_ddp", ()),
+ALONE = {  # what a rank runs, on which backend
+    "Keras on TensorFlow": (OURS, "tensorflow"),
+    "Keras on JAX": (OURS, "jax"),
+    "Keras on PyTorch": (OURS, "torch"),
+    "PyTorch": ("benchmarks.peers.torch_ddp", "torch"),
 }
 CONTENDERS = {
     "keras_hpc": Contender("Keras on TensorFlow", OURS, ("--distributed",)),
@@ -196,11 +196,9 @@ def compare(args):
     two = {name: [] for name in contenders}
     for number in range(args.rounds):
         for name, times in alone.items():
-            module, options = ALONE[name]
-            peer = next(peer for peer, contender in contenders.items() if contender.alone == name)
-            python = pythons[peer] if name == "PyTorch" else Path(sys.executable)
-            backend = contenders[peer].backend
-            times.append(run(python, module, options, args, ranks=1, mpi=False, backend=backend))
+            module, backend = ALONE[name]
+            python = pythons["DDP"] if name == "PyTorch" else Path(sys.executable)
+            times.append(run(python, module, (), args, ranks=1, mpi=False, backend=backend))
             print(f"round {number + 1}/{args.rounds}, {name}, 1 rank: {times[-1]:.1f} ms", flush=True)
         for name, contender in contenders.items():
             found = run(

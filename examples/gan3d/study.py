@@ -57,6 +57,7 @@ def arguments(argv=None):
     parser.add_argument("--data", type=Path, help="HDF5 file of showers, 13 x 13 x 13 (default: made in --out)")
     parser.add_argument("--events", type=int, default=EVENTS, help=f"showers to make without --data ({EVENTS})")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind (default: 3)")
+    parser.add_argument("--pipelined-seeds", type=int, default=1, help="the same, of pipelined ones (default: 1)")
     parser.add_argument("--epochs", type=int, default=8, help="points of the curves (default: 8)")
     parser.add_argument("--steps", type=int, default=200, help="of each epoch (default: 200)")
     parser.add_argument("--batch-size", type=int, default=16, help="showers in a step, of all ranks (default: 16)")
@@ -80,15 +81,16 @@ def train(run, args, core=0):
     if (folder / "checkpoint.npz").exists():
         flags.append("--resume")
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "log.txt").open("a") as log:
-        launch.run(
-            "examples.gan3d.train",
-            [*itertools.chain(*options.items()), *flags],
-            ranks=run.ranks,
-            core=core,
-            timeout=TIME_LIMIT_S,
-            output=log,
-        )
+    if len(rows_of(folder / "epochs.csv")) < args.epochs:
+        with (folder / "log.txt").open("a") as log:
+            launch.run(
+                "examples.gan3d.train",
+                [*itertools.chain(*options.items()), *flags],
+                ranks=run.ranks,
+                core=core,
+                timeout=TIME_LIMIT_S,
+                output=log,
+            )
     rate = np.mean([samples_per_second(row) for row in rows_of(folder / "epochs.csv")])
     print(f"{run.kind}, seed {run.seed}: {rate:.0f} samples/s", flush=True)
 
@@ -193,10 +195,12 @@ def main(argv=None):
         for future in done:
             future.result()
     runs = [Run(1, "synchronous", seed) for seed in seeds]
+    together = [Run(2, "synchronous", seed) for seed in seeds]
+    together += [Run(2, "pipelined", seed) for seed in range(1, args.pipelined_seeds + 1)]
     # One after the other in turns, so that a machine whose speed drifts does not decide.
-    for seed, schedule in itertools.product(seeds, ("synchronous", "pipelined")):
-        train(Run(2, schedule, seed), args)
-    runs += [Run(2, schedule, seed) for schedule in ("synchronous", "pipelined") for seed in seeds]
+    for run in sorted(together, key=lambda run: run.seed):
+        train(run, args)
+    runs += together
 
     from examples.gan3d import data, study_page, validate  # Keras, which the ranks need not wait for
 

@@ -36,15 +36,16 @@ def write(folder, lines, summary):
     shown = [
         (
             row["kind"],
+            str(row["seeds"]),
             *(f"{row[name]:.3f} ± {row[f'{name} spread']:.3f}" for name in SHOWN),
             f"{row['samples/s']:.0f}",
             *(f"{row[f'{who} exposed ms']:.2f} / {row[f'{who} hidden']:.0%}" for who in WHO),
         )
         for row in summary
     ]
-    head = ("runs", *SHOWN, "samples/s", *(f"{who}: exposed ms / hidden" for who in WHO))
+    head = ("runs", "seeds", *SHOWN, "samples/s", *(f"{who}: exposed ms / hidden" for who in WHO))
     parts = [
-        f"<p>After training, mean and spread over {summary[0]['seeds']} seeds. D<sub>w</sub>: difference of the mean "
+        "<p>After training, mean and spread over the seeds. D<sub>w</sub>: difference of the mean "
         "profiles along x, y and z, weighted with energy; the figure of merit adds moments and counts each cell alike; "
         "error of the sum: of all cells of the mean shower. Means over bins of energy; the largest D<sub>w</sub> and "
         "the error of the sum are those of the worst bin. Exposed: what an update waited for communication.</p>",

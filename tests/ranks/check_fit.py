@@ -8,7 +8,7 @@ from keras_cases import BATCH, Parts, assert_identical, assert_like_one_rank, da
 
 import keras_hpc
 
-RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (3,)}
+RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 import keras_hpc
 
-RANKS = {"tensorflow": (3,), "jax": (2,), "torch": (2,)}
+RANKS = {"jax": (3,), "torch": (2,)}
 ENV = {"MPIR_CVAR_NUM_CLIQUES": "2"}
 
 
