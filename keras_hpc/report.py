@@ -61,9 +61,15 @@ class Figures:
 class Meter:
     """Figures of a team since the last look."""
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: Team, *, from_the_start: bool = False) -> None:
         self._team = team
-        self._last = team.report()
+        report = team.report()
+        self._last = dict.fromkeys(report, 0) if from_the_start else report
+
+    @property
+    def steps(self) -> int:
+        """Of the team at the last look."""
+        return int(self._last["steps"])
 
     def read(self) -> Figures:
         """Returns the figures since the last call, or since the meter was made."""
@@ -78,7 +84,7 @@ class Meter:
         )
 
 
-_meters: dict[int, tuple[Meter, int]] = {}  # of each team that reports, and its steps at the last report
+_meters: dict[int, Meter] = {}  # of each team that reports
 
 
 def after_step() -> None:
@@ -86,11 +92,13 @@ def after_step() -> None:
     for team in runtime.job().teams:
         if team.report_every is None or team.rank != 0:
             continue
-        meter, last = _meters.setdefault(team.index, (Meter(team), 0))
-        steps: int = team.native.steps()
-        if steps - last >= team.report_every:
-            runtime.show(f"team {team.index}, steps {last + 1} to {steps}: {meter.read()}")
-            _meters[team.index] = (meter, steps)
+        if team.index not in _meters:
+            _meters[team.index] = Meter(team, from_the_start=True)
+        meter = _meters[team.index]
+        first = meter.steps + 1
+        if team.report()["steps"] - meter.steps >= team.report_every:
+            figures = meter.read()
+            runtime.show(f"team {team.index}, steps {first} to {meter.steps}: {figures}")
 
 
 def forget() -> None:

@@ -308,7 +308,6 @@ NB_MODULE(_native, m) {
       .def_prop_ro("size", [](const PyTeam& team) { return team.get().topology().size; })
       .def_prop_ro("node_count", [](const PyTeam& team) { return team.get().topology().node_count; })
       .def_prop_ro("threads", [](const PyTeam& team) { return team.get().threads(); })
-      .def("steps", [](const PyTeam& team) { return team.get().steps(); })
       .def("plan", &make_plan, release, "name"_a, "tensors"_a, "op"_a, "weighted"_a, "wire_dtype"_a = "",
            "in_segment"_a = false, "pipelined"_a = false, nb::keep_alive<0, 1>(),
            "Collective: a plan for tensors (name, dtype, count).")

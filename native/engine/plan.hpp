@@ -39,6 +39,13 @@ struct PlanProgress {
   std::vector<int> not_started;  // tensors of this step; none once all of it is over
 };
 
+// What its executions came to; an execution counts once all of it is over.
+struct PlanTotals {
+  uint64_t executions = 0;
+  uint64_t bytes = 0;  // of the tensors
+  double seconds = 0;  // from the start of the first tensor until the last was reduced, as far as this rank saw
+};
+
 class Plan {
  public:
   // Says how slices of so many bytes go from node to node.
@@ -75,9 +82,7 @@ class Plan {
   std::string describe(int tensor) const;
   std::string what() const { return "plan " + std::to_string(number_) + " " + name_; }
   PlanProgress progress() const;
-  std::atomic<uint64_t> bytes_reduced{0};
-  // Seconds from the start of the first tensor until the last one was reduced, as far as this rank saw, summed up.
-  std::atomic<double> seconds_reducing{0};
+  PlanTotals totals() const;
   // A rank that had to wait has seen the end itself; otherwise it only knows of its own slices.
   void note_reduced(Clock::time_point now) { reduced_at_.store(now, std::memory_order_relaxed); }
 
@@ -139,6 +144,8 @@ class Plan {
   std::atomic<Clock::time_point> began_at_{Clock::time_point()};
   std::atomic<Clock::time_point> reduced_at_{Clock::time_point()};
   std::atomic<int> finished_{0};
+  mutable std::mutex totals_mutex_;
+  PlanTotals totals_;
   std::vector<std::byte*> data_;
   enum class State : char { idle, started, finished };
   std::vector<std::atomic<State>> states_;

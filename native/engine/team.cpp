@@ -142,7 +142,6 @@ void Team::wait(Plan& plan, int tensor) {
   }
   plan.finish(tensor);
   if (!quick) add(exposed_seconds_, seconds_since(begin));
-  if (tensor == 0) ++steps_;
   if (trace::enabled) trace::record(plan.tensors()[at(tensor)].name, "wait", number(), begin);
 }
 
@@ -264,7 +263,6 @@ bool Team::complete_async() {
     if (wait.stall) wait.stall->resolve();
     wait.plan->note_reduced(Clock::now());
     for (int tensor = 0; tensor < wait.plan->layout().tensor_count(); ++tensor) wait.plan->finish(tensor);
-    ++steps_;
     add(exposed_seconds_, seconds_since(wait.begin));
     if (trace::enabled) trace::record(wait.plan->name(), "wait", number(), wait.begin);
     wait.done(wait.arg, nullptr);
@@ -343,7 +341,6 @@ std::vector<PlanProgress> Team::progress_of_plans() const {
 
 TeamReport Team::report() const {
   TeamReport report;
-  report.steps = steps_;
   report.exposed_seconds = exposed_seconds_;
   report.progress_seconds = progress_seconds_;
   report.segment_bytes = allreduce_->segment_bytes() / at(topology().local_size());
@@ -351,9 +348,11 @@ TeamReport Team::report() const {
   const std::lock_guard lock(plans_mutex_);
   for (const auto& plan : plans_) {
     report.segment_bytes += plan->segment_bytes() / at(topology().local_size());
-    report.bytes += plan->bytes_reduced;
+    const PlanTotals totals = plan->totals();
+    report.steps += totals.executions;
+    report.bytes += totals.bytes;
+    report.wire_seconds += totals.seconds;
     report.plan_bytes += plan->layout().nbytes();
-    report.wire_seconds += plan->seconds_reducing;
     for (const Algorithm algorithm : plan->algorithms()) algorithms.insert(name_of(algorithm));
   }
   if (topology().local_size() > 1) report.algorithm = "shared memory";

@@ -85,7 +85,6 @@ class Team {
   void leave();
 
   TeamReport report() const;
-  uint64_t steps() const { return steps_; }
 
  private:
   // A communication channel and the thread, if any, that serves it.
@@ -136,7 +135,6 @@ class Team {
   std::atomic<bool> failed_{false};
   mutable std::mutex error_mutex_;
   std::exception_ptr error_;
-  std::atomic<uint64_t> steps_{0};
   std::atomic<double> exposed_seconds_{0};
   std::atomic<double> progress_seconds_{0};
 };
