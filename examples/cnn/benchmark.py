@@ -8,17 +8,16 @@ profile.csv and profile.png.
 """
 
 import argparse
-import csv
 import dataclasses
 import json
 import os
-import platform
 from pathlib import Path
 
 import numpy as np
 
-from examples import launch
+from examples import launch, tables
 from examples.cnn.networks import NETWORKS
+from keras_hpc.bench import machine
 
 TIME_LIMIT_S = 900  # of a run
 # What a step spends its time on, as DeepEx names it. Hidden communication takes no time of the step.
@@ -181,13 +180,6 @@ def draw(table, parts, title, folder):
     figure.savefig(folder / "profile.png", dpi=120)
 
 
-def machine():
-    """Returns a line about the processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{name}, {len(os.sched_getaffinity(0))} cores"
-
-
 def main(argv=None):
     args = arguments(argv)
     os.environ["KERAS_BACKEND"] = args.backend
@@ -208,17 +200,14 @@ def main(argv=None):
     first = runs[0][1][0]
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     title = f"{args.model}, {first['ranks'][0]['parameters']:,} parameters, batch {args.batch_size}"
-    title += f" {'of all ranks' if args.strong else 'of each rank'}, {args.schedule}\n{versions}; {machine()}"
+    title += f" {'of all ranks' if args.strong else 'of each rank'}, {args.schedule}\n{versions}; {machine.describe()}"
     draw(table, parts, title, args.out)
     for name, lines in (("scaling", table), ("profile", parts)):
-        with (args.out / f"{name}.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(lines[0]))
-            writer.writeheader()
-            writer.writerows(lines)
+        tables.write(args.out / f"{name}.csv", lines)
     given = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     everything = {
         "arguments": given,
-        "machine": machine(),
+        "machine": machine.describe(),
         "versions": first["versions"],
         "scaling": table,
         "profile": parts,

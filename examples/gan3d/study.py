@@ -9,16 +9,13 @@ of the first run on 2 ranks, and a folder for each run. Started again, it goes o
 """
 
 import argparse
-import csv
 import dataclasses
 import itertools
-import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from examples import launch
+from examples import launch, tables
 
 EVENTS, ENERGIES_GEV = 20_000, (10, 100)
 JUDGED = 2000  # showers
@@ -81,7 +78,7 @@ def train(run, args, core=0):
     if (folder / "checkpoint.npz").exists():
         flags.append("--resume")
     folder.mkdir(parents=True, exist_ok=True)
-    if len(rows_of(folder / "epochs.csv")) < args.epochs:
+    if len(tables.read(folder / "epochs.csv")) < args.epochs:
         with (folder / "log.txt").open("a") as log:
             launch.run(
                 "examples.gan3d.train",
@@ -91,16 +88,8 @@ def train(run, args, core=0):
                 timeout=TIME_LIMIT_S,
                 output=log,
             )
-    rate = np.mean([samples_per_second(row) for row in rows_of(folder / "epochs.csv")])
+    rate = np.mean([samples_per_second(row) for row in tables.read(folder / "epochs.csv")])
     print(f"{run.kind}, seed {run.seed}: {rate:.0f} samples/s", flush=True)
-
-
-def rows_of(path):
-    """Returns the lines of a CSV file of numbers, as dictionaries; none if there is no file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
 
 
 def samples_per_second(row):
@@ -146,7 +135,7 @@ def curve(run, args, images, energies):
     """Returns lines for curves.csv: how good a run's generator was after each epoch, and after which time."""
     folder = args.out / run.folder
     lines, seconds, samples = [], 0.0, 0
-    for row in rows_of(folder / "epochs.csv"):
+    for row in tables.read(folder / "epochs.csv"):
         seconds, samples = seconds + row["seconds"], samples + int(row["samples"])
         epoch = int(row["epoch"]) + 1
         facts = {"kind": run.kind, "seed": run.seed, "epoch": epoch, "samples": samples, "seconds": seconds}
@@ -187,14 +176,8 @@ def main(argv=None):
         launch.run("examples.gan3d.showers", options, timeout=TIME_LIMIT_S)
 
     seeds = range(1, args.seeds + 1)
-    cores = len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(min(2, cores)) as pool:  # two cores are busy all the time, as with two ranks
-        done = [
-            pool.submit(train, Run(1, "synchronous", seed), args, core=number % 2) for number, seed in enumerate(seeds)
-        ]
-        for future in done:
-            future.result()
     runs = [Run(1, "synchronous", seed) for seed in seeds]
+    launch.two_at_a_time(lambda run, core: train(run, args, core), runs)
     together = [Run(2, "synchronous", seed) for seed in seeds]
     together += [Run(2, "pipelined", seed) for seed in range(1, args.pipelined_seeds + 1)]
     # One after the other in turns, so that a machine whose speed drifts does not decide.

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows what study.py found: curves of quality and bars of speed, each with its numbers, on one page."""
 
-import csv
-
 import matplotlib as mpl
 import numpy as np
 
-from examples import pages
+from examples import pages, tables
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -29,8 +27,8 @@ def write(folder, lines, summary):
         lines: of curves.csv: dictionaries with what a generator was worth after an epoch.
         summary: of summary.csv: dictionaries, one for each kind of runs.
     """
-    _csv(folder / "curves.csv", lines)
-    _csv(folder / "summary.csv", summary)
+    tables.write(folder / "curves.csv", lines)
+    tables.write(folder / "summary.csv", summary)
     _quality(lines, folder / "quality.png")
     _speed(summary, folder / "speed.png")
     shown = [
@@ -83,7 +81,7 @@ def _quality(lines, path):
     for panel, label in zip(axes[-1], ("seconds of training", "showers seen"), strict=True):
         panel.set_xlabel(label)
     axes[0, 0].legend()
-    _finish(figure, path, "Generated showers against Monte Carlo; bands: all seeds; dotted: wanted", table)
+    tables.write_figure(path, figure, "Generated showers against Monte Carlo; bands: all seeds; dotted: wanted", table)
 
 
 def _speed(summary, path):
@@ -101,18 +99,4 @@ def _speed(summary, path):
     right.set_xticks(range(len(several)), [row["kind"] for row in several])
     right.set(ylabel="ms of an update", title="Communication that an update waited for")
     right.legend()
-    _finish(figure, path, "Speed", summary)
-
-
-def _finish(figure, path, title, table):
-    figure.suptitle(title)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    _csv(path.with_suffix(".csv"), table)
-
-
-def _csv(path, rows):
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    tables.write_figure(path, figure, "Speed", summary)

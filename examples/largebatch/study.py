@@ -9,16 +9,14 @@ again, it goes on where it was.
 """
 
 import argparse
-import csv
 import dataclasses
 import itertools
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from examples import launch
+from examples import launch, tables
 
 BATCHES = ((1, 64), (2, 64), (4, 64), (4, 256), (4, 1024))  # ranks, samples of each
 OPTIMIZERS = ("sgd", "lars")
@@ -76,14 +74,8 @@ def train(run, args, core=0):
     words = list(itertools.chain(*options.items()))
     with (folder / "log.txt").open("w") as log:
         launch.run("examples.largebatch.train", words, ranks=run.ranks, core=core, timeout=TIME_LIMIT_S, output=log)
-    last = history(folder)[-1]
+    last = tables.read(folder / "history.csv")[-1]
     print(f"{run.optimizer}, batch {run.batch}, seed {run.seed}: test accuracy {last['val_accuracy']:.2%}", flush=True)
-
-
-def history(folder):
-    """Returns the lines of a run's history.csv: dictionaries of numbers."""
-    with (folder / "history.csv").open(newline="") as file:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
 
 
 def epochs_to(lines, target=TARGET):
@@ -151,18 +143,14 @@ def main(argv=None):
         Run(optimizer, ranks, ranks * share, seed)
         for (ranks, share), optimizer, seed in itertools.product(BATCHES, OPTIMIZERS, seeds)
     ]
-    single = [run for run in runs if run.ranks == 1]
-    with ThreadPoolExecutor(min(2, cores)) as pool:  # two cores are busy all the time, as with two ranks
-        done = [pool.submit(train, run, args, core=number % 2) for number, run in enumerate(single)]
-        for future in done:
-            future.result()
+    launch.two_at_a_time(lambda run, core: train(run, args, core), [run for run in runs if run.ranks == 1])
     for run in runs:
         if run.ranks > 1:
             train(run, args)
 
     from examples.largebatch import study_page  # matplotlib, for which the ranks need not wait
 
-    found = {run: history(args.out / run.folder) for run in runs}
+    found = {run: tables.read(args.out / run.folder / "history.csv") for run in runs}
     table = summarize(found)
     study_page.write(args.out, found, table, cores)
     print(f"\n{'':6}{'batch':>6}{'ranks':>6}{'test accuracy':>20}{'test loss':>18}{'learning speed-up':>20}")

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows what study.py found: accuracy against the batch, curves of the loss, learning speed-up, on one page."""
 
-import csv
-
 import matplotlib as mpl
 import numpy as np
 
-from examples import pages
+from examples import pages, tables
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -39,8 +37,8 @@ def write(folder, found, table, cores):
         for run, lines in found.items()
         for line in lines
     ]
-    _csv(folder / "curves.csv", curves)
-    _csv(folder / "summary.csv", table)
+    tables.write(folder / "curves.csv", curves)
+    tables.write(folder / "summary.csv", table)
     _against_batch(table, folder / "accuracy.png")
     _curves(curves, folder / "loss.png")
     _speedup(table, folder / "speedup.png", cores)
@@ -78,7 +76,7 @@ def _against_batch(table, path):
         panel.xaxis.minorticks_off()
     axes[1].set(yscale="log")
     axes[0].legend()
-    _finish(figure, path, "After training; bars: spread over the seeds", table)
+    tables.write_figure(path, figure, "After training; bars: spread over the seeds", table)
 
 
 def _curves(curves, path):
@@ -94,7 +92,7 @@ def _curves(curves, path):
         panel.set(title=name, xlabel="epoch", yscale="log")
     axes[0].set_ylabel("loss of test digits")
     axes[0].legend()
-    _finish(figure, path, "Means of the seeds; bands: all of them", curves)
+    tables.write_figure(path, figure, "Means of the seeds; bands: all of them", curves)
 
 
 def _speedup(table, path, cores):
@@ -109,18 +107,4 @@ def _speedup(table, path, cores):
     axes.axvspan(cores, max(*ranks, cores + 0.01), color="0.9", label="more ranks than cores")
     axes.set(xlabel=f"ranks, {smallest} samples each", ylabel="learning speed-up", ylim=(0, None), xticks=ranks)
     axes.legend()
-    _finish(figure, path, "How much sooner the test loss is reached", weak)
-
-
-def _finish(figure, path, title, table):
-    figure.suptitle(title)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    _csv(path.with_suffix(".csv"), table)
-
-
-def _csv(path, table):
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(table[0]))
-        writer.writeheader()
-        writer.writerows(table)
+    tables.write_figure(path, figure, "How much sooner the test loss is reached", weak)

@@ -7,7 +7,6 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_hpc import launch, launchers
-from keras_hpc.bench import allreduce, overlap, page
+from keras_hpc.bench import allreduce, machine, overlap, page
 from keras_hpc.bench.hosts import Hosts, HostsError
 from keras_hpc.errors import LaunchError
 from keras_hpc.teams import Team, make_team
@@ -118,7 +117,7 @@ def _start_report(world: launch.World, kind: str) -> dict[str, Any]:
     nodes = len(set(world.node_of_rank))
     report: dict[str, Any] = {
         "kind": kind,
-        "machine": _machine(),
+        "machine": machine.describe(),
         "mpi": launch.mpi_version(world),
         "ranks": world.size,
         "nodes": nodes,
@@ -227,12 +226,3 @@ def _pin(world: launch.World) -> None:
     local = [rank for rank in range(world.size) if world.node_of_rank[rank] == world.node]
     if len(cores) >= len(local):
         os.sched_setaffinity(0, {cores[local.index(world.rank)]})
-
-
-def _machine() -> str:
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
-    return f"{model}, {os.cpu_count()} cores, Linux {platform.release()}"

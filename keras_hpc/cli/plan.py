@@ -173,7 +173,7 @@ def _network(arguments: argparse.Namespace, nodes: int) -> Network:
     if arguments.doctor:
         try:
             measured = json.loads(arguments.doctor.read_text())["summary"]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             sys.exit(f"--doctor is a file that `doctor --json` wrote. Received: {arguments.doctor}, {error}")
     between, inside = measured.get("between", {}), measured.get("inside", {})
     speed = arguments.gb_per_s or between.get("gb_per_s")

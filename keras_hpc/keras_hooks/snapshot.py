@@ -135,9 +135,8 @@ def put_back(model: Any, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -
         else:
             backend.assign(next(variables)[1], value)
     if elsewhere:
-        for generator in [*state.seed_generators(model), _global_generator()]:
-            if generator is not None:
-                state.fold_seed(generator, team.rank)
+        found = [*state.seed_generators(model), _global_generator()]
+        state.fold_seeds([generator for generator in found if generator is not None], team.rank)
     late = []
     for i, (number, place, described) in enumerate(facts["late"]):
         averages = [share(team, arrays.get(f"late{i}_{j}")) for j in range(len(described))]

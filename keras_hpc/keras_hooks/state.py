@@ -107,10 +107,7 @@ def synchronize(model: Any) -> None:
     team = teams.team_of(model)
     seeds = [generator.state for generator in seed_generators(model)]
     broadcast_variables(team, [*replicated_variables(model), *accumulators(model), *seeds])
-    for generator in seed_generators(model):
-        fold_seed(generator, team.rank)
-    if keras.backend.backend() == "torch":
-        _fold_torch(team.rank)
+    fold_seeds(seed_generators(model), team.rank)
     _equal[model] = len(replicated_variables(model))
     _moved.pop(model, None)
 
@@ -119,6 +116,14 @@ def synchronize_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     """Gives all ranks the root's values of an optimizer and of what it trains, in a user's own loop. Collective."""
     broadcast_variables(teams.team_of(optimizer), _unique([*variables, *optimizer.variables]))
     _equal[optimizer] = len(variables)
+
+
+def fold_seeds(generators: Iterable[Any], rank: int) -> None:
+    """Turns what layers draw from, seed generators and PyTorch's own stream, into that of `rank`."""
+    for generator in generators:
+        fold_seed(generator, rank)
+    if keras.backend.backend() == "torch":
+        _fold_torch(rank)
 
 
 def fold_seed(generator: Any, rank: int) -> None:
@@ -133,7 +138,7 @@ def fold_seed(generator: Any, rank: int) -> None:
 
 
 def _fold_torch(rank: int) -> None:
-    """The same for PyTorch's own stream, from which Keras draws where a layer has no seed."""
+    """PyTorch's own stream, from which Keras draws where a layer has no seed."""
     import torch
 
     if rank > 0:

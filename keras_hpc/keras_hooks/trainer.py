@@ -196,9 +196,9 @@ def build(model: Any, batch: Any, *, metrics: bool = False) -> None:
         return
     try:
         model._symbolic_build(data_batch=keras.tree.map_structure(symbolic, batch))
-    except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError):
+    except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError):  # whatever a call() may raise
         # A model without call(), as a GAN's with a train_step of its own, is built by its first step. There the funnel
-        # makes it equal.
+        # makes it equal; what is wrong with a model is raised by that step, too.
         return
 
 
