@@ -14,7 +14,7 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native examples/c -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak test-mpi gan3d largebatch bench bench-hosts lint format clean
+.PHONY: help demo test soak test-mpi gan3d largebatch bench bench-hosts bench-peers lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -41,16 +41,25 @@ test-mpi: .venv/stamp-test  ## train on 2 hosts with every MPI, by mpiexec and s
 BENCH := $(BIN)/python -m keras_hpc bench
 PAGE := $(BENCH) page docs/performance/*.json --out docs/performance.md
 
-bench: .venv/stamp-demo  ## measure the engine against the MPI library; writes docs/performance.md
+bench: .venv/stamp-demo  ## measure the engine against the MPI library, and training steps; writes docs/performance.md
 	mkdir -p docs/performance
 	$(BENCH) allreduce --ranks 2 --json docs/performance/$(MPI).json --plot docs/performance/$(MPI).png
 	$(BENCH) overlap --ranks 2 --json docs/performance/$(MPI)-overlap.json
+	$(BIN)/python -m examples.cnn.benchmark --model lenet --out results/benchmark/lenet
+	cp results/benchmark/lenet/benchmark.json docs/performance/training-lenet.json
 	$(PAGE)
 
 bench-hosts: .venv/stamp-demo  ## the same on 2 hosts made of namespaces, 2 ranks each (needs root and iproute2)
 	mkdir -p docs/performance
 	$(BENCH) allreduce --ranks 2 --hosts 2 --json docs/performance/$(MPI)-hosts.json
 	$(BENCH) allreduce --ranks 2 --hosts 2 --bytes 128Ki,1Mi,8Mi,64Mi --wire-dtype float16 --json docs/performance/$(MPI)-hosts-float16.json
+	$(PAGE)
+
+# Every backend, so TORCH and JAX as well: the environment of the tests.
+bench-peers: .venv/stamp-test  ## training steps beside mpi4py, DDP and DataParallel, each in its own environment; an hour
+	for model in lenet resnet50 mlp; do \
+	  $(BIN)/python -m benchmarks.peers.compare --model $$model --out results/peers && \
+	  cp results/peers/$$model.json docs/performance/peers-$$model.json || exit 1; done
 	$(PAGE)
 
 lint: .venv/stamp-test .venv/stamp-lint  ## ruff, clang-format, mypy

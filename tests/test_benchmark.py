@@ -12,6 +12,7 @@ import pytest
 from launch import ROOT, child_environment, launch
 
 from examples.cnn import benchmark, networks
+from keras_hpc.bench import page
 
 
 def _rank(step, **parts):
@@ -25,8 +26,9 @@ ARGUMENTS = ["--batch-size", "8", "--ranks", "1,2"]
 def test_weak_and_strong_scaling():
     for strong, batch, efficiency in ((False, 8, 0.8), (True, 4, 0.4)):
         args = benchmark.arguments([*ARGUMENTS, *["--strong"] * strong])
-        plain, one, two = benchmark.settings(args)
+        plain, hooked, one, two = benchmark.settings(args)
         assert (plain.distributed, one.distributed, two.ranks, two.batch_size) == (False, True, 2, batch)
+        assert (hooked.ranks, hooked.batch_size) == (1, 8)
         runs = [
             (plain, [{"ranks": [_rank([10, 10, 30])]}]),
             (one, [{"ranks": [_rank([10, 10, 10])]}]),
@@ -109,14 +111,20 @@ def test_a_small_run_and_its_notebook(tmp_path, monkeypatch):
     done = launch(1, command, timeout=240, env=child_environment("torch"), mpi=False)
     assert done.returncode == 0, done.output
     assert "check_replicas on 2 ranks" in done.output
-    found = json.loads((out / "benchmark.json").read_text())
-    assert [len(run["rounds"][0]["ranks"]) for run in found["runs"]] == [1, 1, 2]
-    assert all(len(rank["step_ms"]) == 3 for run in found["runs"] for rank in run["rounds"][0]["ranks"])
-    two = found["runs"][2]["rounds"][0]["ranks"][0]
+    runs = json.loads((out / "steps.json").read_text())
+    assert [len(run["rounds"][0]["ranks"]) for run in runs] == [1, 1, 1, 2]
+    assert all(len(rank["step_ms"]) == 3 for run in runs for rank in run["rounds"][0]["ranks"])
+    two = runs[3]["rounds"][0]["ranks"][0]
     assert two["exposed_ms"] + two["hidden_ms"] > 0, "two ranks communicate"
-    assert found["runs"][1]["rounds"][0]["ranks"][0]["exposed_ms"] == 0
+    assert runs[2]["rounds"][0]["ranks"][0]["exposed_ms"] == 0
+    found = page.page([json.loads((out / "benchmark.json").read_text())])
+    assert "## Training: lenet, 1,199,882 parameters" in found
+    assert [line.split("|")[1].strip() for line in found.splitlines() if line.startswith("| ")] == [
+        *("runs", "Keras", "1 rank, hooked", "1 rank", "2 ranks"),
+        *("runs", "Keras", "1 rank, hooked", "1 rank", "2 ranks"),
+    ]
     with (out / "scaling.csv").open() as file:
-        assert [line["runs"] for line in csv.DictReader(file)] == ["Keras", "1 rank", "2 ranks"]
+        assert [line["runs"] for line in csv.DictReader(file)] == ["Keras", "1 rank, hooked", "1 rank", "2 ranks"]
     for name in ("scaling.png", "profile.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
 

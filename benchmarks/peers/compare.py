@@ -258,7 +258,8 @@ def main(argv=None):
     versions = {name: version for name, version in installed().items() if name in named}
     title = f"{args.model}, batch {args.batch_size} of each rank, 2 ranks, one core each; {machine.describe()}"
     path = args.out / f"{args.model}.json"
-    path.write_text(json.dumps({"title": title, "versions": versions, "lines": lines, "steps": steps}, indent=1) + "\n")
+    found = {"kind": "peers", "title": title, "versions": versions, "lines": lines, "steps": steps}
+    path.write_text(json.dumps(found, indent=1) + "\n")
     draw(lines, title, path.with_suffix(".png"))
     print(f"\n{title}\n{'':22}{'1 rank':>9}{'2 ranks':>9}{'efficiency':>12}{'exposed':>10}  against")
     for line in lines:

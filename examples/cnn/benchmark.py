@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a network trains on 1 rank and on many: throughput, scaling efficiency, and what a step spends its time on.
 
-Synthetic data, `fit`, one core and one thread for each rank. One rank of plain Keras, one rank with keras_hpc and each
-number of ranks take turns, several rounds, so that a machine whose speed drifts does not decide; the first steps of
-each run are not timed. The folder of --out then holds benchmark.json with every step, scaling.csv, scaling.png,
-profile.csv and profile.png.
+Synthetic data, `fit`, one core and one thread for each rank. One rank of plain Keras, one rank that reduces its
+gradients although there is no other (hooked), and each number of ranks take turns, several rounds, so that a machine
+whose speed drifts does not decide; the first steps of each run are not timed. The folder of --out then holds
+scaling.csv, scaling.png, profile.csv, profile.png, all of it in benchmark.json, and every step in steps.json.
 """
 
 import argparse
@@ -18,16 +18,9 @@ import numpy as np
 from examples import launch, tables
 from examples.cnn.networks import NETWORKS
 from keras_hpc.bench import machine
+from keras_hpc.bench.page import PARTS
 
 TIME_LIMIT_S = 900  # of a run
-# What a step spends its time on, as DeepEx names it. Hidden communication takes no time of the step.
-PARTS = {
-    "input": "input",
-    "compute": "forward and backward",
-    "exposed": "communication, exposed",
-    "update": "update",
-    "hidden": "communication, hidden",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +31,21 @@ class Setting:
         ranks: how many.
         distributed: with keras_hpc; else plain Keras.
         batch_size: of each rank.
+        hooked: one rank reduces, as if there were others.
     """
 
     ranks: int
     distributed: bool
     batch_size: int
+    hooked: bool = False
 
     @property
     def name(self):
         """As figures and tables call it."""
         if not self.distributed:
             return "Keras"
+        if self.hooked:
+            return "1 rank, hooked"
         return f"{self.ranks} rank{'s' * (self.ranks > 1)}"
 
 
@@ -75,10 +72,10 @@ def arguments(argv=None):
 
 
 def settings(args):
-    """Returns what is compared: plain Keras, then each number of ranks."""
+    """Returns what is compared: plain Keras, one rank that reduces for itself alone, then each number of ranks."""
     shares = [args.batch_size // n if args.strong else args.batch_size for n in args.ranks]
     ranks = [Setting(n, True, share) for n, share in zip(args.ranks, shares, strict=True)]
-    return [Setting(1, False, args.batch_size), *ranks]
+    return [Setting(1, False, args.batch_size), Setting(1, True, args.batch_size, hooked=True), *ranks]
 
 
 def run(setting, args):
@@ -86,6 +83,7 @@ def run(setting, args):
     options = ["--model", args.model, "--batch-size", setting.batch_size, "--steps", args.steps]
     options += ["--image-size", args.image_size] if args.image_size else []
     options += ["--distributed", "--schedule", args.schedule] if setting.distributed else []
+    options += ["--hooked"] if setting.hooked else []
     log = args.out / "log.txt"
     with log.open("w") as file:
         launch.run("examples.cnn.benchmark_rank", options, ranks=setting.ranks, timeout=TIME_LIMIT_S, output=file)
@@ -149,7 +147,7 @@ def draw(table, parts, title, folder):
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    ours = [line for line in table if line["runs"] != "Keras"]
+    ours = [line for line in table if line["runs"] not in ("Keras", "1 rank, hooked")]
     ranks = [line["ranks"] for line in ours]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     left.plot(ranks, [line["samples/s"] for line in ours], "o-", label="keras_hpc")
@@ -205,31 +203,38 @@ def main(argv=None):
     for name, lines in (("scaling", table), ("profile", parts)):
         tables.write(args.out / f"{name}.csv", lines)
     given = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    checks = {
+        setting.name: float(np.median([rank["check_ms"] for one in found for rank in one["ranks"]]))
+        for setting, found in runs
+        if setting.ranks > 1
+    }
     everything = {
+        "kind": "training",
+        "title": title,
         "arguments": given,
         "machine": machine.describe(),
         "versions": first["versions"],
         "scaling": table,
         "profile": parts,
-        "runs": [{**dataclasses.asdict(setting), "rounds": found} for setting, found in runs],
+        "check_replicas_ms": checks,
     }
     (args.out / "benchmark.json").write_text(json.dumps(everything, indent=1) + "\n")
+    steps = [{**dataclasses.asdict(setting), "rounds": found} for setting, found in runs]
+    (args.out / "steps.json").write_text(json.dumps(steps) + "\n")
 
-    print(f"\n{title}\n\n{'':10}{'ms a step':>10}  {'lowest - highest':18}{'samples/s':>10}{'efficiency':>12}")
+    print(f"\n{title}\n\n{'':15}{'ms a step':>10}  {'lowest - highest':18}{'samples/s':>10}{'efficiency':>12}")
     for line in table:
         spread = f"{line['step_ms lowest']:.1f} - {line['step_ms highest']:.1f}"
         rate = f"{line['samples/s']:10.0f}{line['efficiency']:12.2f}"
-        print(f"{line['runs']:10}{line['step_ms']:10.1f}  {spread:18}{rate}")
+        print(f"{line['runs']:15}{line['step_ms']:10.1f}  {spread:18}{rate}")
     means = [line for line in parts if line["rank"] == "mean"]
-    print("\n" + " " * 25 + "".join(f"{line['runs']:>10}" for line in means))
+    print("\n" + " " * 25 + "".join(f"{line['runs']:>16}" for line in means))
     for name, label in PARTS.items():
-        print(f"{label:25}" + "".join(f"{line[name]:10.2f}" for line in means))
-    for setting, found in runs:
-        if setting.ranks > 1:
-            check = float(np.median([rank["check_ms"] for one in found for rank in one["ranks"]]))
-            step = next(line["step_ms"] for line in table if line["runs"] == setting.name)
-            print(f"check_replicas on {setting.name}: {check:.1f} ms, {check / step:.2f} % of 100 steps")
-    print(f"\n{args.out}/: scaling.png, scaling.csv, profile.png, profile.csv, benchmark.json")
+        print(f"{label:25}" + "".join(f"{line[name]:16.2f}" for line in means))
+    for name, check in checks.items():
+        step = next(line["step_ms"] for line in table if line["runs"] == name)
+        print(f"check_replicas on {name}: {check:.1f} ms, {check / step:.2f} % of 100 steps")
+    print(f"\n{args.out}/: scaling.png, scaling.csv, profile.png, profile.csv, benchmark.json, steps.json")
     return everything
 
 

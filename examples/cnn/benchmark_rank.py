@@ -24,6 +24,7 @@ def arguments(argv=None):
     parser.add_argument("--image-size", type=int)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--distributed", action="store_true", help="call keras_hpc.init()")
+    parser.add_argument("--hooked", action="store_true", help="reduce on one rank, too")
     parser.add_argument("--schedule", choices=["synchronous", "pipelined"], default="synchronous")
     return parser.parse_args(argv)
 
@@ -111,7 +112,9 @@ def measure(args):
         import keras_hpc
         from keras_hpc import report, runtime
 
-        keras_hpc.init(shard=False)  # synthetic: each rank makes its own
+        keras_hpc.init(shard=False, teams=1 + args.hooked)  # synthetic: each rank makes its own
+        if args.hooked:  # one rank alone reduces only where steps depend on each other: on the team without a model
+            keras_hpc.configure_team(1, schedule="pipelined")
         keras_hpc.configure_team(0, schedule=args.schedule)
         job = runtime.job()
     network = NETWORKS[args.model]

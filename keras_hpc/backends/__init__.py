@@ -8,7 +8,8 @@ Every backend is one module with the same functions:
 - `reduce(plan, tensors, weight=None, active=None)`: reduce the tensors of a plan over the ranks of its team.
 - `turn`, `repeat`: the same for pipelined plans, and the updates that follow.
 - `is_traced(x)`: whether `x` stands for a value that a compiled function will compute.
-- `to_numpy(x)`: the value of a tensor or variable as a NumPy array of its own.
+- `view(x)`: the value of a tensor or variable as a NumPy array, to be read at once: without a copy where it can be.
+- `to_numpy(x)`: the same as an array of its own.
 - `assign(variable, value)`: set a variable from a NumPy array.
 
 TensorFlow also has `allgather_rows(team, tensor)`, for sparse gradients; PyTorch has `Gradients`, which takes the

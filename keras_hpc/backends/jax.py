@@ -135,9 +135,14 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
+def view(x: Any) -> np.ndarray:
+    """Returns the value of an array or variable, to be read at once."""
+    return np.asarray(getattr(x, "value", x))
+
+
 def to_numpy(x: Any) -> np.ndarray:
     """Returns a copy of the value of an array or variable."""
-    return np.array(getattr(x, "value", x))
+    return np.array(view(x))
 
 
 def assign(variable: Any, value: np.ndarray) -> None:

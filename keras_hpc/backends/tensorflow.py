@@ -148,9 +148,14 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, tf.Tensor) and not hasattr(x, "numpy")
 
 
+def view(x: Any) -> np.ndarray:
+    """Returns the value of a tensor or variable, to be read at once."""
+    return np.asarray(tf.convert_to_tensor(x))  # `numpy()` would copy
+
+
 def to_numpy(x: Any) -> np.ndarray:
     """Returns a copy of the value of a tensor or variable."""
-    return np.array(tf.convert_to_tensor(x).numpy())
+    return np.array(view(x))
 
 
 def assign(variable: Any, value: np.ndarray) -> None:

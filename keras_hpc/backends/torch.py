@@ -216,13 +216,19 @@ def is_traced(x: Any) -> bool:
     return False
 
 
-def to_numpy(x: Any) -> np.ndarray:
-    """Returns a copy of the value of a tensor or variable."""
+def view(x: Any) -> np.ndarray:
+    """Returns the value of a tensor or variable, to be read at once."""
     value = torch.as_tensor(getattr(x, "value", x)).detach().cpu()
     if value.dtype == torch.bfloat16:
-        copy: np.ndarray = np.array(value.view(torch.int16).numpy()).view(ml_dtypes.bfloat16)
-        return copy
-    return np.array(value.numpy())
+        words: np.ndarray = value.contiguous().view(torch.int16).numpy()
+        return words.view(ml_dtypes.bfloat16)
+    array: np.ndarray = value.numpy()
+    return array
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """Returns a copy of the value of a tensor or variable."""
+    return np.array(view(x))
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

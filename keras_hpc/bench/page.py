@@ -6,6 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+# What a training step spends its time on, as DeepEx names it. Hidden communication takes no time of the step.
+PARTS = {
+    "input": "input",
+    "compute": "forward and backward",
+    "exposed": "communication, exposed",
+    "update": "update",
+    "hidden": "communication, hidden",
+}
 _INTRODUCTION = """\
 # Performance
 
@@ -22,25 +30,39 @@ of the float32 bytes; what fits into a link's burst of 256 KiB goes faster.
 
 Overlap: `python -m keras_hpc bench overlap`, a step that computes in pieces and starts the reduction of a tensor after
 each. Medians of the slowest rank; *hidden* is the share of the reduction's time that the step does not take longer.
+
+Training: `python -m examples.cnn.benchmark`, `fit` on synthetic data, one core and one thread for each rank, in turns
+with plain Keras on one rank. Medians of the slowest rank; efficiency is plain Keras' step over this one.
+Peers: `make bench-peers`, the same step with other ways to train on two ranks, in turns, each against its own step on
+one rank; *exposed* is what the second rank adds to the step.
 """
 
 
 def page(reports: Sequence[dict[str, Any]]) -> str:
     """Returns the page, of one machine and several MPI libraries say."""
-    parts = [_INTRODUCTION]
-    for report in reports:
-        kind = report.get("kind", "allreduce")
-        wire = f", ours sent as {report['wire_dtype']} between nodes" if "wire_dtype" in report else ""
-        hosts = f" ({report['mbit']} Mbit/s each way)" if "mbit" in report else ""
-        where = f"{report['ranks']} ranks on {report['nodes']} node{'s' * (report['nodes'] > 1)}{hosts}"
-        parts.append(f"## {kind.capitalize()}: {where}, {report['mpi']}{wire}\n\n{report['machine']}\n")
-        parts.append({"allreduce": _allreduce, "overlap": _overlap}[kind](report["rows"]))
-    return "\n".join(parts)
+    kinds = {"allreduce": _allreduce, "overlap": _overlap, "training": _training, "peers": _peers}
+    return "\n".join([_INTRODUCTION, *(kinds[report.get("kind", "allreduce")](report) for report in reports)])
 
 
-def _allreduce(rows: Sequence[dict[str, Any]]) -> str:
-    lines = ["| bytes | path | keras_hpc | MPI | speed-up | floor | way |", "|---:|---|---:|---:|---:|---:|---|"]
-    for row in rows:
+def _heading(report: dict[str, Any]) -> str:
+    kind = report.get("kind", "allreduce").capitalize()
+    if "title" in report:
+        title, *more = report["title"].splitlines()
+        versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+        return f"## {kind}: {title}\n\n{' '.join(more) or versions}\n"
+    wire = f", ours sent as {report['wire_dtype']} between nodes" if "wire_dtype" in report else ""
+    hosts = f" ({report['mbit']} Mbit/s each way)" if "mbit" in report else ""
+    where = f"{report['ranks']} ranks on {report['nodes']} node{'s' * (report['nodes'] > 1)}{hosts}"
+    return f"## {kind}: {where}, {report['mpi']}{wire}\n\n{report['machine']}\n"
+
+
+def _allreduce(report: dict[str, Any]) -> str:
+    lines = [
+        _heading(report),
+        "| bytes | path | keras_hpc | MPI | speed-up | floor | way |",
+        "|---:|---|---:|---:|---:|---:|---|",
+    ]
+    for row in report["rows"]:
         ours = f"{row['keras_hpc_us']:.2f} ({row['keras_hpc_median_us']:.2f})"
         mpi = f"{row['mpi_us']:.2f} ({row['mpi_median_us']:.2f})" if "mpi_us" in row else ""
         cells = [f"{row['bytes']:,}", row["path"], ours, mpi, str(row.get("speedup", "")), f"{row['floor_us']:.2f}"]
@@ -48,8 +70,10 @@ def _allreduce(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _overlap(rows: Sequence[dict[str, Any]]) -> str:
+def _overlap(report: dict[str, Any]) -> str:
+    rows = report["rows"]
     lines = [
+        _heading(report),
         f"{rows[0]['tensors']} tensors of {rows[0]['bytes']:,} bytes.\n",
         "| way to wait | compute ms | reduction ms | step ms | step / compute | hidden |",
         "|---|---:|---:|---:|---:|---:|",
@@ -57,4 +81,30 @@ def _overlap(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         times = [f"{row[key]:.3f}" for key in ("compute_ms", "alone_ms", "step_ms")]
         lines.append(f"| {row['strategy']} | {' | '.join(times)} | {row['ratio']:.2f} | {row['hidden']:.0%} |")
+    return "\n".join(lines) + "\n"
+
+
+def _training(report: dict[str, Any]) -> str:
+    steps = ["| runs | ms a step | lowest - highest | samples/s | efficiency |", "|---|---:|---:|---:|---:|"]
+    for row in report["scaling"]:
+        times = f"{row['step_ms']:.1f} | {row['step_ms lowest']:.1f} - {row['step_ms highest']:.1f}"
+        steps.append(f"| {row['runs']} | {times} | {row['samples/s']:.0f} | {row['efficiency']:.3f} |")
+    parts = [f"| runs | {' | '.join(f'{label}, ms' for label in PARTS.values())} |", f"|---|{'---:|' * len(PARTS)}"]
+    for row in report["profile"]:
+        if row["rank"] == "mean":
+            parts.append(f"| {row['runs']} | {' | '.join(f'{row[name]:.2f}' for name in PARTS)} |")
+    checks = [f"`check_replicas` on {name}: {ms:.1f} ms." for name, ms in report["check_replicas_ms"].items()]
+    return "\n".join([_heading(report), *steps, "", *parts, "", *checks]) + "\n"
+
+
+def _peers(report: dict[str, Any]) -> str:
+    lines = [
+        _heading(report),
+        "| 2 ranks with | ms a step | lowest - highest | 1 rank | ms a step | efficiency | exposed, ms |",
+        "|---|---:|---:|---|---:|---:|---:|",
+    ]
+    for row in report["lines"]:
+        two = f"{row['2 ranks ms']:.1f} | {row['2 ranks ms lowest']:.1f} - {row['2 ranks ms highest']:.1f}"
+        one = f"{row['against']} | {row['1 rank ms']:.1f}"
+        lines.append(f"| {row['contender']} | {two} | {one} | {row['efficiency']:.3f} | {row['exposed ms']:.1f} |")
     return "\n".join(lines) + "\n"

@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import xxhash
 
 from keras_hpc import backends, runtime, teams
 from keras_hpc.errors import ReplicaMismatchError
 from keras_hpc.keras_hooks import state
 
-_DIGEST_BYTES = 20
+_DIGEST_BYTES = 16
 _steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # that a model has made
 
 
@@ -36,12 +36,12 @@ def compare(team: Any, variables: Sequence[Any], values: Sequence[Any], when: st
     Raises:
         ReplicaMismatchError: they differ.
     """
-    to_numpy = backends.current().to_numpy
+    view = backends.current().view
     digests = np.empty((1, len(variables), _DIGEST_BYTES), dtype=np.uint8)
     for i, value in enumerate(values):
-        content = np.ascontiguousarray(to_numpy(value)).reshape(-1).view(np.uint8)
-        # SHA-1: no secret is kept with it, and processors have instructions for it.
-        digests[0, i] = np.frombuffer(hashlib.sha1(content.data, usedforsecurity=False).digest(), dtype=np.uint8)
+        content = np.ascontiguousarray(view(value)).reshape(-1).view(np.uint8)
+        # Nobody forges a weight to look like another; XXH3 reads as fast as memory delivers.
+        digests[0, i] = np.frombuffer(xxhash.xxh3_128_digest(content.data), dtype=np.uint8)
     everyone = team.allgather(digests)
     for i, variable in enumerate(variables):
         theirs = everyone[:, i]
