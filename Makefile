@@ -22,9 +22,9 @@ help:  ## list the targets
 demo: .venv/stamp-demo  ## train a CNN on real digits on 1 rank and on 2; charts go to results/
 	$(BIN)/python -m examples.cnn.demo
 
-# Two files at a time: many tests wait for time limits. The tests of a file share jobs.
+# Two files at a time: many tests wait for time limits. Tests that share a job keep together: tests/conftest.py.
 test: .venv/stamp-test  ## all tests, ranks started by mpiexec included
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(PYTEST_ARGS)
 
 soak: .venv/stamp-test  ## the tests that `make test` leaves out because they take long
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)

@@ -18,6 +18,15 @@ def pytest_addoption(parser):
     parser.addoption("--every-mpi", action="store_true", help="train with every MPI, started by mpiexec and by srun")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Tells pytest-xdist what to leave to one worker: a file, or those tests of test_ranks.py that share a job."""
+    for item in items:
+        kind = item.callspec.params.get("kind") if hasattr(item, "callspec") else None
+        group = item.path.stem if kind is None else f"{kind.backend}-{kind.n}-{kind.env}-{kind.alone}"
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 def _tail(text: str, limit: int = 12_000) -> str:
     return text if len(text) <= limit else f"[... {len(text) - limit} characters]\n{text[-limit:]}"
 

@@ -64,4 +64,5 @@ def fit_and_report(model, args):
 def report(seconds):
     """Prints the times of the steps, a list of seconds, for compare.py."""
     rank, _ = rank_and_size()
-    print(f"RESULT {rank} " + json.dumps([1e3 * s for s in seconds]), flush=True)
+    line = f"RESULT {rank} {json.dumps([1e3 * s for s in seconds])}\n"
+    print(line, end="", flush=True)  # in one piece: the ranks share a file

@@ -65,6 +65,8 @@ ALONE = {  # what a rank runs, on which backend
     "PyTorch": ("benchmarks.peers.torch_ddp", "torch"),
 }
 CONTENDERS = {
+    # Two at once that have nothing to do with each other: what the machine leaves to those that have.
+    "apart": Contender("Keras on TensorFlow", OURS, mpi=False),
     "keras_hpc": Contender("Keras on TensorFlow", OURS, ("--distributed",)),
     "keras_hpc-pipelined": Contender("Keras on TensorFlow", OURS, ("--distributed", "--schedule", "pipelined")),
     "mpi4py": Contender(
@@ -72,10 +74,12 @@ CONTENDERS = {
         "benchmarks.peers.mpi4py_keras",
         packages=("tensorflow", "keras", "mpi4py", "mpi"),
     ),
+    "apart-jax": Contender("Keras on JAX", OURS, mpi=False),
     "keras_hpc-jax": Contender("Keras on JAX", OURS, ("--distributed",)),
     "DataParallel-jax": Contender(
         "Keras on JAX", "benchmarks.peers.keras_data_parallel", mpi=False, packages=("jax", "keras")
     ),
+    "apart-torch": Contender("Keras on PyTorch", OURS, mpi=False),
     "keras_hpc-torch": Contender("Keras on PyTorch", OURS, ("--distributed",)),
     "DDP-keras": Contender(
         "Keras on PyTorch", "benchmarks.peers.torch_ddp", ("--keras",), mpi=False, packages=("torch", "keras")
@@ -186,8 +190,9 @@ def _times(said):
         if "RESULT " in line:
             text = line.partition("RESULT ")[2]
             if text.startswith("{"):  # benchmark_rank.py tells of all ranks
-                return [rank["step_ms"] for rank in json.loads(text)["ranks"]]
-            times.append(json.loads(text.partition(" ")[2]))
+                times += [rank["step_ms"] for rank in json.loads(text)["ranks"]]
+            else:
+                times.append(json.loads(text.partition(" ")[2]))
     return times
 
 

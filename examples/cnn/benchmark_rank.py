@@ -167,7 +167,8 @@ def main(argv=None):
     if not args.distributed or sys.modules["keras_hpc"].rank() == 0:
         package = {"tensorflow": "tensorflow", "jax": "jax", "torch": "torch"}[keras.backend.backend()]
         versions = {"keras": keras.__version__, package: __import__(package).__version__}
-        print("RESULT " + json.dumps({"ranks": ranks, "versions": versions, "pid": os.getpid()}), flush=True)
+        result = {"ranks": ranks, "versions": versions, "pid": os.getpid()}
+        print(f"RESULT {json.dumps(result)}\n", end="", flush=True)
 
 
 if __name__ == "__main__":
