@@ -20,11 +20,10 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Tells pytest-xdist what to leave to one worker: a file, or those tests of test_ranks.py that share a job."""
+    """Tells pytest-xdist to leave the tests of a file to one worker, unless they say which belong together."""
     for item in items:
-        kind = item.callspec.params.get("kind") if hasattr(item, "callspec") else None
-        group = item.path.stem if kind is None else f"{kind.backend}-{kind.n}-{kind.env}-{kind.alone}"
-        item.add_marker(pytest.mark.xdist_group(group))
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def _tail(text: str, limit: int = 12_000) -> str:

@@ -1,0 +1,43 @@
+"""benchmarks.peers: what it reads from its ranks, and one small run of every contender that needs no other package."""
+
+import json
+import sys
+
+import pytest
+from launch import child_environment, launch
+
+from benchmarks.peers import compare
+from keras_hpc.bench import page
+
+
+def test_times_are_those_of_each_rank():
+    ours = 'RESULT {"ranks": [{"step_ms": [1, 2]}, {"step_ms": [3, 4]}]}'
+    apart = ['RESULT {"ranks": [{"step_ms": [1, 2]}]}', "[0] RESULT {" + '"ranks": [{"step_ms": [5, 6]}]}']
+    peers = ["a warning", "RESULT 1 [3.5, 4]", "RESULT 0 [1, 2]"]
+    assert compare._times(ours) == [[1, 2], [3, 4]]
+    assert compare._times("\n".join(apart)) == [[1, 2], [5, 6]]
+    assert compare._times("\n".join(peers)) == [[3.5, 4], [1, 2]]
+
+
+def test_wrong_use_is_explained(capsys):
+    with pytest.raises(SystemExit):
+        compare.arguments(["--contenders", "horovod"])
+    assert "invalid choice: 'horovod'" in capsys.readouterr().err
+
+
+@pytest.mark.soak
+@pytest.mark.mpi
+def test_a_small_run(tmp_path):
+    contenders = ["apart", "keras_hpc", "mpi4py", "DataParallel-jax", "DDP-keras", "keras_hpc-torch"]
+    words = ["--model", "lenet", "--batch-size", "4", "--steps", "3", "--rounds", "1", "--shared"]
+    command = [sys.executable, "-m", "benchmarks.peers.compare", *words, "--out", str(tmp_path), "--contenders"]
+    done = launch(1, [*command, *contenders], timeout=500, env=child_environment("tensorflow"), mpi=False)
+    assert done.returncode == 0, done.output
+    found = json.loads((tmp_path / "lenet.json").read_text())
+    assert [line["contender"] for line in found["lines"]] == contenders
+    for line in found["lines"]:
+        assert line["efficiency"] == pytest.approx(line["1 rank ms"] / line["2 ranks ms"])
+        assert line["exposed ms"] == pytest.approx(line["2 ranks ms"] - line["1 rank ms"])
+    assert (tmp_path / "lenet.png").read_bytes().startswith(b"\x89PNG")
+    shown = page.page([found]).splitlines()
+    assert [line.split("|")[1].strip() for line in shown if line.startswith("| ")] == ["2 ranks with", *contenders]
