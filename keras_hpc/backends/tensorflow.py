@@ -150,7 +150,9 @@ def is_traced(x: Any) -> bool:
 
 def view(x: Any) -> np.ndarray:
     """Returns the value of a tensor or variable, to be read at once."""
-    return np.asarray(tf.convert_to_tensor(x))  # `numpy()` would copy
+    tensor = tf.convert_to_tensor(x)
+    # `numpy()` copies an array. Of a scalar it makes NumPy's, which the other way cannot for every type.
+    return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
 
 
 def to_numpy(x: Any) -> np.ndarray:
