@@ -24,7 +24,7 @@ demo: .venv/stamp-demo  ## train a CNN on real digits on 1 rank and on 2; charts
 
 # Two files at a time: many tests wait for time limits. Tests that share a job keep together: tests/conftest.py.
 test: .venv/stamp-test  ## all tests, ranks started by mpiexec included
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope $(PYTEST_ARGS)
 
 soak: .venv/stamp-test  ## the tests that `make test` leaves out because they take long
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)

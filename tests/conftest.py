@@ -1,11 +1,13 @@
 """Fixtures for tests that start ranks. No MPI and no framework in the process of the tests themselves."""
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from launch import ROOT, Run, child_environment, launch
+from xdist.scheduler import LoadScopeScheduling
 
 # For `import examples`; last, so that an installed keras_hpc goes before the source folder.
 sys.path.append(str(ROOT))
@@ -18,12 +20,17 @@ def pytest_addoption(parser):
     parser.addoption("--every-mpi", action="store_true", help="train with every MPI, started by mpiexec and by srun")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Tells pytest-xdist to leave the tests of a file to one worker, unless they say which belong together."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+class ByJob(LoadScopeScheduling):
+    """Leaves the tests of a file to one worker; those of test_ranks.py that share a backend and a number of ranks."""
+
+    def _split_scope(self, nodeid):
+        file, _, test = nodeid.partition("::")
+        job = re.search(r"-(\w+-\d)\]$", test) if file.endswith("test_ranks.py") else None
+        return f"{file} {job[1]}" if job else file
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return ByJob(config, log)
 
 
 def _tail(text: str, limit: int = 12_000) -> str:

@@ -64,9 +64,7 @@ def pytest_generate_tests(metafunc):
         for backend, counts in settings["RANKS"].items():
             for n in (1, 2, 3, 4) if metafunc.config.getoption("all_ranks") else counts:
                 kind = Kind(backend, n, tuple(settings["ENV"].items()), path.stem if settings["ALONE"] else "")
-                name = f"{path.stem.removeprefix('check_')}-{backend}-{n}"
-                together = pytest.mark.xdist_group(f"{backend}-{n}-{kind.env}-{kind.alone}")
-                cases.append(pytest.param(path, kind, id=name, marks=together))
+                cases.append(pytest.param(path, kind, id=f"{path.stem.removeprefix('check_')}-{backend}-{n}"))
     metafunc.parametrize(("path", "kind"), cases)
 
 
