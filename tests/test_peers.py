@@ -19,6 +19,18 @@ def test_times_are_those_of_each_rank():
     assert compare._times("\n".join(peers)) == [[3.5, 4], [1, 2]]
 
 
+def test_peers_get_the_versions_of_this_environment():
+    here = compare.installed()
+    for contender in compare.CONTENDERS.values():
+        pins = compare._pins(contender)
+        assert len(pins) == len(contender.packages)
+        for name, _, version in (pin.partition("==") for pin in pins):
+            assert version == here.get(name, "").partition("+")[0]
+    (tensorflow, *_) = compare._pins(compare.CONTENDERS["mpi4py"])
+    assert tensorflow.startswith("tensorflow"), tensorflow
+    assert "==" in tensorflow
+
+
 def test_wrong_use_is_explained(capsys):
     with pytest.raises(SystemExit):
         compare.arguments(["--contenders", "horovod"])

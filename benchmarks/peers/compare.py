@@ -125,7 +125,9 @@ def python_of(name, contender, shared):
 
 def installed():
     """Returns the versions of what is installed here, by name."""
-    return {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
+    return {
+        dist.metadata["Name"].lower().replace("_", "-"): dist.version for dist in importlib.metadata.distributions()
+    }
 
 
 def _pins(contender):
