@@ -91,6 +91,10 @@ def _mapped(name: str) -> bool:
     return False
 
 
+def _unmapped() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.iterdir() if not _mapped(path.name)}
+
+
 def _end(process: subprocess.Popen[bytes], token: str) -> None:
     """First as a batch system would (mpiexec passes SIGTERM on), then without asking."""
     process.terminate()
@@ -142,5 +146,8 @@ def launch(
         time.sleep(0.1)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    files = tuple(p.name for p in SHARED_MEMORY.iterdir() if p.name not in before and not _mapped(p.name))
-    return Run(returncode, output, ended_at, files, tuple(left))
+    files = _unmapped() - before
+    if files:  # or those of a job beside this one, which is just making or removing them
+        time.sleep(1)
+        files &= _unmapped()
+    return Run(returncode, output, ended_at, tuple(sorted(files)), tuple(left))
