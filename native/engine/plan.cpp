@@ -204,20 +204,10 @@ void Plan::finish(int tensor) {
   }
   states_[at(tensor)].store(State::finished, std::memory_order_release);
   if (finished_.fetch_add(1, std::memory_order_acq_rel) + 1 < layout_.tensor_count()) return;
-  {
-    const std::lock_guard lock(totals_mutex_);
-    ++totals_.executions;
-    totals_.bytes += tensor_bytes_;
-    totals_.seconds += std::chrono::duration<double>(reduced_at_.load() - began_at_.load()).count();
-  }
+  totals_.count(tensor_bytes_, std::chrono::duration<double>(reduced_at_.load() - began_at_.load()).count());
   if (topology_.size > 1) shared_[topology_.local_rank].consumed.store(step_, std::memory_order_seq_cst);
   active_.store(false, std::memory_order_release);
   if (topology_.size > 1) team_.ring_node();
-}
-
-PlanTotals Plan::totals() const {
-  const std::lock_guard lock(totals_mutex_);
-  return totals_;
 }
 
 // ---- reduction, from whichever thread holds the lane

@@ -27,6 +27,7 @@
 #include "algorithms/allreduce.hpp"
 #include "engine/context.hpp"
 #include "engine/layout.hpp"
+#include "engine/totals.hpp"
 #include "engine/weights.hpp"
 #include "transport/transport.hpp"
 
@@ -37,13 +38,6 @@ struct PlanProgress {
   std::string what;              // its number and name
   uint64_t step = 0;             // the last that it has begun
   std::vector<int> not_started;  // tensors of this step; none once all of it is over
-};
-
-// What its executions came to; an execution counts once all of it is over.
-struct PlanTotals {
-  uint64_t executions = 0;
-  uint64_t bytes = 0;  // of the tensors
-  double seconds = 0;  // from the start of the first tensor until the last was reduced, as far as this rank saw
 };
 
 class Plan {
@@ -82,7 +76,7 @@ class Plan {
   std::string describe(int tensor) const;
   std::string what() const { return "plan " + std::to_string(number_) + " " + name_; }
   PlanProgress progress() const;
-  PlanTotals totals() const;
+  PlanTotals totals() const { return totals_.read(); }  // of executions that are over
   // A rank that had to wait has seen the end itself; otherwise it only knows of its own slices.
   void note_reduced(Clock::time_point now) { reduced_at_.store(now, std::memory_order_relaxed); }
 
@@ -144,8 +138,7 @@ class Plan {
   std::atomic<Clock::time_point> began_at_{Clock::time_point()};
   std::atomic<Clock::time_point> reduced_at_{Clock::time_point()};
   std::atomic<int> finished_{0};
-  mutable std::mutex totals_mutex_;
-  PlanTotals totals_;
+  Totals totals_;
   std::vector<std::byte*> data_;
   enum class State : char { idle, started, finished };
   std::vector<std::atomic<State>> states_;
