@@ -17,7 +17,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
-SHARED_MEMORY = Path("/dev/shm")
 TOKEN = "KERAS_HPC_TEST_TOKEN"
 
 # One thread per rank: two cores carry up to four ranks here, and pools of threads that fight take minutes, not seconds.
@@ -49,14 +48,12 @@ class Run:
         returncode: of mpiexec; `None` where the time limit ended it.
         output: stdout and stderr of all ranks as mpiexec passed them on.
         ended_at: when mpiexec ended, as `time.time()` tells it.
-        leaked_files: names in /dev/shm that were not there before and that no living process maps.
         leaked_processes: process ids that outlived mpiexec.
     """
 
     returncode: int | None
     output: str
     ended_at: float
-    leaked_files: tuple[str, ...]
     leaked_processes: tuple[int, ...]
 
 
@@ -81,20 +78,6 @@ def _processes_with(token: str) -> list[int]:
     return found
 
 
-def _mapped(name: str) -> bool:
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            if f"/dev/shm/{name}" in maps.read_text():
-                return True
-        except OSError:
-            continue
-    return False
-
-
-def _unmapped() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.iterdir() if not _mapped(path.name)}
-
-
 def _end(process: subprocess.Popen[bytes], token: str) -> None:
     """First as a batch system would (mpiexec passes SIGTERM on), then without asking."""
     process.terminate()
@@ -115,7 +98,6 @@ def launch(
 ) -> Run:
     """Run `command` on `n` ranks, or, with `mpi=False`, once and without mpiexec."""
     token = secrets.token_hex(8)
-    before = {p.name for p in SHARED_MEMORY.iterdir()}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             [str(MPIEXEC), "-n", str(n), *command] if mpi else command,
@@ -146,8 +128,4 @@ def launch(
         time.sleep(0.1)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    files = _unmapped() - before
-    if files:  # or those of a job beside this one, which is just making or removing them
-        time.sleep(1)
-        files &= _unmapped()
-    return Run(returncode, output, ended_at, tuple(sorted(files)), tuple(left))
+    return Run(returncode, output, ended_at, tuple(left))
