@@ -39,6 +39,11 @@ class MPI:
     alias: str = ""
     ends: bool = True
 
+    def mpiexec(self, python: Path) -> Path:
+        if self.wheel:
+            return python.parent / "mpiexec"
+        return Path("/usr/bin", f"mpiexec.{self.name.removeprefix('debian-')}")
+
 
 MPIS = [
     MPI("mpich", "pmi2", wheel="mpich>=5.0,<6"),
