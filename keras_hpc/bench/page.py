@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 # What a training step spends its time on, as DeepEx names it. Hidden communication takes no time of the step.
@@ -33,8 +33,9 @@ each. Medians of the slowest rank; *hidden* is the share of the reduction's time
 
 Training: `python -m examples.cnn.benchmark`, `fit` on synthetic data, one core and one thread for each rank, in turns
 with plain Keras on one rank. Medians of the slowest rank; efficiency is plain Keras' step over this one.
-Peers: `make bench-peers`, the same step with other ways to train on two ranks, in turns, each against its own step on
-one rank; *exposed* is what the second rank adds to the step.
+Peers: `make bench-peers`, or `python -m benchmarks.peers.compare` with some contenders, the same step with other ways
+to train on two ranks, in turns, each against its own step on one rank; *exposed* is what the second rank adds to the
+step. *apart* are two ranks that have nothing to do with each other: what such a machine leaves to those that have.
 """
 
 
@@ -56,55 +57,61 @@ def _heading(report: dict[str, Any]) -> str:
     return f"## {kind}: {where}, {report['mpi']}{wire}\n\n{report['machine']}\n"
 
 
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], text: Container[str]) -> str:
+    """Returns a table whose columns are aligned to the right but for those of `text`."""
+    rule = ["---" if column in text else "---:" for column in columns]
+    return "\n".join([f"| {' | '.join(columns)} |", f"|{'|'.join(rule)}|", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
 def _allreduce(report: dict[str, Any]) -> str:
-    lines = [
-        _heading(report),
-        "| bytes | path | keras_hpc | MPI | speed-up | floor | way |",
-        "|---:|---|---:|---:|---:|---:|---|",
-    ]
-    for row in report["rows"]:
+    def cells(row: dict[str, Any]) -> list[str]:
         ours = f"{row['keras_hpc_us']:.2f} ({row['keras_hpc_median_us']:.2f})"
         mpi = f"{row['mpi_us']:.2f} ({row['mpi_median_us']:.2f})" if "mpi_us" in row else ""
-        cells = [f"{row['bytes']:,}", row["path"], ours, mpi, str(row.get("speedup", "")), f"{row['floor_us']:.2f}"]
-        lines.append(f"| {' | '.join([*cells, row['algorithm']])} |")
-    return "\n".join(lines) + "\n"
+        floor = f"{row['floor_us']:.2f}"
+        return [f"{row['bytes']:,}", row["path"], ours, mpi, str(row.get("speedup", "")), floor, row["algorithm"]]
+
+    columns = ["bytes", "path", "keras_hpc", "MPI", "speed-up", "floor", "way"]
+    return f"{_heading(report)}\n{_table(columns, map(cells, report['rows']), {'path', 'way'})}\n"
 
 
 def _overlap(report: dict[str, Any]) -> str:
-    rows = report["rows"]
-    lines = [
-        _heading(report),
-        f"{rows[0]['tensors']} tensors of {rows[0]['bytes']:,} bytes.\n",
-        "| way to wait | compute ms | reduction ms | step ms | step / compute | hidden |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for row in rows:
+    def cells(row: dict[str, Any]) -> list[str]:
         times = [f"{row[key]:.3f}" for key in ("compute_ms", "alone_ms", "step_ms")]
-        lines.append(f"| {row['strategy']} | {' | '.join(times)} | {row['ratio']:.2f} | {row['hidden']:.0%} |")
-    return "\n".join(lines) + "\n"
+        return [row["strategy"], *times, f"{row['ratio']:.2f}", f"{row['hidden']:.0%}"]
+
+    rows = report["rows"]
+    columns = ["way to wait", "compute ms", "reduction ms", "step ms", "step / compute", "hidden"]
+    tensors = f"{rows[0]['tensors']} tensors of {rows[0]['bytes']:,} bytes."
+    return f"{_heading(report)}\n{tensors}\n\n{_table(columns, map(cells, rows), {'way to wait'})}\n"
 
 
 def _training(report: dict[str, Any]) -> str:
-    steps = ["| runs | ms a step | lowest - highest | samples/s | efficiency |", "|---|---:|---:|---:|---:|"]
-    for row in report["scaling"]:
-        times = f"{row['step_ms']:.1f} | {row['step_ms lowest']:.1f} - {row['step_ms highest']:.1f}"
-        steps.append(f"| {row['runs']} | {times} | {row['samples/s']:.0f} | {row['efficiency']:.3f} |")
-    parts = [f"| runs | {' | '.join(f'{label}, ms' for label in PARTS.values())} |", f"|---|{'---:|' * len(PARTS)}"]
-    for row in report["profile"]:
-        if row["rank"] == "mean":
-            parts.append(f"| {row['runs']} | {' | '.join(f'{row[name]:.2f}' for name in PARTS)} |")
-    checks = [f"`check_replicas` on {name}: {ms:.1f} ms." for name, ms in report["check_replicas_ms"].items()]
-    return "\n".join([_heading(report), *steps, "", *parts, "", *checks]) + "\n"
+    def step(row: dict[str, Any]) -> list[str]:
+        spread = f"{row['step_ms lowest']:.1f} - {row['step_ms highest']:.1f}"
+        return [row["runs"], f"{row['step_ms']:.1f}", spread, f"{row['samples/s']:.0f}", f"{row['efficiency']:.3f}"]
+
+    steps = _table(
+        ["runs", "ms a step", "lowest - highest", "samples/s", "efficiency"], map(step, report["scaling"]), {"runs"}
+    )
+    means = [row for row in report["profile"] if row["rank"] == "mean"]
+    parts = _table(
+        ["runs", *(f"{label}, ms" for label in PARTS.values())],
+        [[row["runs"], *(f"{row[name]:.2f}" for name in PARTS)] for row in means],
+        {"runs"},
+    )
+    checks = "\n".join(f"`check_replicas` on {name}: {ms:.1f} ms." for name, ms in report["check_replicas_ms"].items())
+    return f"{_heading(report)}\n{steps}\n\n{parts}\n\n{checks}\n"
 
 
 def _peers(report: dict[str, Any]) -> str:
-    lines = [
-        _heading(report),
-        "| 2 ranks with | ms a step | lowest - highest | 1 rank | ms a step | efficiency | exposed, ms |",
-        "|---|---:|---:|---|---:|---:|---:|",
+    def cells(row: dict[str, Any]) -> list[str]:
+        spread = f"{row['2 ranks ms lowest']:.1f} - {row['2 ranks ms highest']:.1f}"
+        one = [row["against"], f"{row['1 rank ms']:.1f}"]
+        two = [row["contender"], f"{row['2 ranks ms']:.1f}", spread]
+        return [*two, *one, f"{row['efficiency']:.3f}", f"{row['exposed ms']:.1f}"]
+
+    columns = [
+        *("2 ranks with", "their step, ms", "lowest - highest"),
+        *("1 rank with", "its step, ms", "efficiency", "exposed, ms"),
     ]
-    for row in report["lines"]:
-        two = f"{row['2 ranks ms']:.1f} | {row['2 ranks ms lowest']:.1f} - {row['2 ranks ms highest']:.1f}"
-        one = f"{row['against']} | {row['1 rank ms']:.1f}"
-        lines.append(f"| {row['contender']} | {two} | {one} | {row['efficiency']:.3f} | {row['exposed ms']:.1f} |")
-    return "\n".join(lines) + "\n"
+    return f"{_heading(report)}\n{_table(columns, map(cells, report['lines']), {'2 ranks with', '1 rank with'})}\n"
