@@ -25,7 +25,7 @@ def mlp():
 
 
 class ResNet50(nn.Module):
-    """That of transformers, which has no biases in its convolutions. (torchvision's wheels need a PyTorch for CUDA.)"""
+    """That of transformers, without biases in its convolutions. torchvision from PyPI needs a PyTorch for CUDA."""
 
     def __init__(self):
         from transformers import ResNetConfig, ResNetForImageClassification
