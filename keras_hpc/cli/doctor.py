@@ -146,7 +146,7 @@ def _communication(job: runtime.Job, parameters: int) -> dict[str, str]:
     gradients = 4 * parameters / 2**20
     rows["memory"] = (
         f"{parameters:,} parameters: gradients {gradients:.1f} MiB, shared memory {extra:.1f} MiB per rank and team "
-        f"({extra / gradients:.2f} copies of the gradients; never more than 1)"
+        f"({extra / gradients:.2f} copies of the gradients; 1 on PyTorch and in pipelined teams)"
     )
     return rows
 

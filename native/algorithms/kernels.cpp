@@ -8,10 +8,6 @@
 
 #include "common/error.hpp"
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
 // One binary, every x86-64: the loader picks the version for the processor at hand. (ThreadSanitizer's own start-up
 // breaks the mechanism.)
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__SANITIZE_THREAD__)
@@ -214,30 +210,6 @@ KHPC_CLONES void copy_shared(void* to, const void* from, size_t nbytes) {
     *reinterpret_cast<Line*>(out + i + 192) = d;
   }
   if (i < nbytes) std::memcpy(out + i, in + i, nbytes - i);
-}
-
-void copy_streaming(void* to, const void* from, size_t nbytes) {
-#if defined(__SSE2__)
-  auto* out = static_cast<std::byte*>(to);
-  const auto* in = static_cast<const std::byte*>(from);
-  const size_t head = std::min(nbytes, (64 - reinterpret_cast<uintptr_t>(out) % 64) % 64);
-  std::memcpy(out, in, head);
-  size_t i = head;
-  for (; i + 64 <= nbytes; i += 64) {  // whole cache lines
-    const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
-    const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i + 16));
-    const __m128i c = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i + 32));
-    const __m128i d = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i + 48));
-    _mm_stream_si128(reinterpret_cast<__m128i*>(out + i), a);
-    _mm_stream_si128(reinterpret_cast<__m128i*>(out + i + 16), b);
-    _mm_stream_si128(reinterpret_cast<__m128i*>(out + i + 32), c);
-    _mm_stream_si128(reinterpret_cast<__m128i*>(out + i + 48), d);
-  }
-  std::memcpy(out + i, in + i, nbytes - i);
-  _mm_sfence();
-#else
-  std::memcpy(to, from, nbytes);
-#endif
 }
 
 }  // namespace keras_hpc

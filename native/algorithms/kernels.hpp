@@ -28,7 +28,4 @@ void from_16_bits(DType dtype, const void* from, float* to, size_t count);
 // memcpy uses up to some 100 KB, takes twice as long as loads and stores (measured on AMD Zen 4).
 void copy_shared(void* to, const void* from, size_t nbytes);
 
-// A copy that leaves the caches alone: for data that this core will not read again soon.
-void copy_streaming(void* to, const void* from, size_t nbytes);
-
 }  // namespace keras_hpc

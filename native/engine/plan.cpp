@@ -6,16 +6,10 @@
 
 #include "common/error.hpp"
 #include "common/index.hpp"
-#include "engine/area.hpp"
 #include "engine/trace.hpp"
 
 namespace keras_hpc {
 namespace {
-
-constexpr size_t kPage = 4096;
-size_t pages(size_t nbytes) {
-  return (nbytes + kPage - 1) / kPage * kPage;
-}
 
 // Reductions across nodes that one lane keeps on the way for one plan.
 constexpr int kInFlight = 4;
@@ -24,19 +18,8 @@ constexpr int kInFlight = 4;
 constexpr int kTagsPerPlan = 8;
 constexpr int kTagBlocks = 4000;
 constexpr int kHeaderPlace = kInFlight;
-// Copies bypass the caches when a step's tensors would not stay in them anyway.
-constexpr size_t kStreamingBytes = size_t{8} << 20;
 
 }  // namespace
-
-struct Plan::Counter {
-  alignas(64) std::atomic<uint64_t> value;
-};
-
-struct alignas(128) Plan::Shared {
-  std::atomic<uint64_t> consumed;  // executions whose results this rank has copied out
-  double weight;                   // of the current execution; written before `packed` is raised
-};
 
 Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<TensorSpec> tensors, Op op, bool weighted,
            int lanes, std::optional<DType> wire, bool in_segment, const AlgorithmFor& algorithm_for,
@@ -53,9 +36,7 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
       in_segment_(in_segment),
       data_(tensors_.size()),
       states_(tensors_.size()),
-      unpacked_tensors_(layout_.buckets().size()),
-      is_packed_(layout_.buckets().size()),
-      packed_front_(at(lanes)),
+      unstarted_(layout_.buckets().size()),
       lanes_(at(lanes)) {
   for (int t = 0; t < layout_.tensor_count(); ++t) tensor_bytes_ += layout_.range(t).size();
   for (const TensorSpec& tensor : tensors_)
@@ -70,16 +51,8 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
   if (topology_.node_count > 1)
     for (const Bucket& bucket : layout_.buckets())
       algorithms_.push_back(algorithm_for((bucket.end - bucket.begin) / at(topology_.owners)));
-  const auto local = at(topology_.local_size());
-  const size_t control_bytes = pages(local * sizeof(Shared) + 2 * at(lanes) * local * sizeof(Counter));
-  const size_t slots = in_segment ? local : std::max<size_t>(1, local - 1);
-  const size_t stride = in_segment ? Area::stride_for(layout_.nbytes()) : pages(layout_.nbytes());
-  segment_ = transport.open_segment(control, control_bytes + slots * stride);
-  shared_ = reinterpret_cast<Shared*>(segment_->data());
-  packed_ = reinterpret_cast<Counter*>(shared_ + local);
-  reduced_ = packed_ + at(lanes) * local;
-  slots_ = segment_->data() + control_bytes;
-  streaming_ = layout_.nbytes() >= kStreamingBytes;
+  for (int lane = 0; lane < lanes; ++lane) lanes_[at(lane)].number = lane;
+  memory_.emplace(team, layout_, lanes, in_segment, transport, control);
 }
 
 // ---- the execution, from the threads of the framework
@@ -93,83 +66,28 @@ bool Plan::start(int tensor, void* data, double weight) {
   if (!states_[at(tensor)].compare_exchange_strong(idle, State::started, std::memory_order_acq_rel))
     throw Error(describe(tensor) + " was started twice without a wait in between.");
   data_[at(tensor)] = static_cast<std::byte*>(data);
-  if (in_segment_ && data != memory_of(topology_.local_rank) + layout_.range(tensor).begin)
+  if (in_segment_ && data != memory_->tensors_of(topology_.local_rank) + layout_.range(tensor).begin)
     throw Error(describe(tensor) + " lives in the plan's own memory, and no other can be started.");
-  return topology_.size > 1 && pack(tensor);
-}
-
-void Plan::begin(double weight) {
-  if (topology_.size > 1 && !in_segment_) {
-    // Peers may still be copying the previous results out of the memory that is now written to.
-    const uint64_t previous = step_;
-    const auto missing = [&] {
-      std::vector<int> ranks;
-      for (int r = 0; r < topology_.local_size(); ++r)
-        if (shared_[r].consumed.load(std::memory_order_seq_cst) < previous)
-          ranks.push_back(topology_.local_ranks()[at(r)]);
-      return ranks;
-    };
-    const auto stall = [&] { return Stall{what(), previous, "", -1, missing}; };
-    if (!wait_watched(team_, [&] { return missing().empty(); }, [] { return false; }, stall))
-      throw Timeout("A rank of this node did not finish step " + std::to_string(previous) + " of plan '" + name_ +
-                    "' within the time limit.");
-  }
-  if (topology_.size > 1) shared_[topology_.local_rank].weight = weight;
-  for (size_t b = 0; b < layout_.buckets().size(); ++b) {
-    unpacked_tensors_[b].store(tensors_in_bucket_[b], std::memory_order_relaxed);
-    is_packed_[b] = 0;
-  }
-  std::fill(packed_front_.begin(), packed_front_.end(), 0);
-  for (auto& state : states_) state.store(State::idle, std::memory_order_relaxed);
-  finished_.store(0, std::memory_order_relaxed);
-  began_at_.store(Clock::now(), std::memory_order_relaxed);
-  note_reduced(began_at_);
-  step_.fetch_add(1, std::memory_order_seq_cst);
-  active_.store(true, std::memory_order_release);
-}
-
-bool Plan::pack(int tensor) {
+  if (topology_.size == 1) return false;
   bool completed = false;
   const auto [first, last] = layout_.buckets_of(tensor);
-  const int me = topology_.local_rank;
-  for (int b = first; b < last; ++b) {
-    const Bucket& bucket = layout_.buckets()[at(b)];
-    for (int owner = 0; owner < topology_.owners; ++owner) {
-      if (owner == me || in_segment_) continue;
-      const Range part = layout_.part(tensor, Layout::slice(bucket, owner, topology_.owners));
-      if (part.empty()) continue;
-      std::byte* to = slot(owner, me) + part.begin;
-      const std::byte* from = data_[at(tensor)] + (part.begin - layout_.range(tensor).begin);
-      if (streaming_)
-        copy_streaming(to, from, part.size());
-      else
-        copy_shared(to, from, part.size());
-    }
-    if (unpacked_tensors_[at(b)].fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
-    bucket_is_packed(b);
-    completed = true;
-  }
+  for (int b = first; b < last; ++b)
+    completed = unstarted_[at(b)].fetch_sub(1, std::memory_order_seq_cst) == 1 || completed;
+  if (completed) team_.my_bell().ring();
   return completed;
 }
 
-void Plan::bucket_is_packed(int b) {
-  {
-    const std::lock_guard lock(pack_mutex_);
-    is_packed_[at(b)] = 1;
-    const int lane = layout_.buckets()[at(b)].lane;
-    const auto& buckets = layout_.buckets_of_lane(lane);
-    size_t& front = packed_front_[at(lane)];
-    const size_t before = front;
-    while (front < buckets.size() && is_packed_[at(buckets[front])]) ++front;
-    if (front == before) return;
-    packed_[at(lane * topology_.local_size() + topology_.local_rank)].value.store((step_ - 1) * buckets.size() + front,
-                                                                                  std::memory_order_seq_cst);
-  }
-  team_.ring_node();
-}
-
-uint64_t Plan::target(const Bucket& bucket) const {
-  return (step_ - 1) * layout_.buckets_of_lane(bucket.lane).size() + static_cast<uint64_t>(bucket.number) + 1;
+void Plan::begin(double weight) {
+  // All ranks have read the weight of the execution before: its results could not be here else.
+  if (topology_.size > 1) memory_->weight_of(topology_.local_rank) = weight;
+  for (size_t b = 0; b < layout_.buckets().size(); ++b)
+    unstarted_[b].store(tensors_in_bucket_[b], std::memory_order_relaxed);
+  for (auto& state : states_) state.store(State::idle, std::memory_order_relaxed);
+  finished_.store(0, std::memory_order_relaxed);
+  began_at_.store(Clock::now(), std::memory_order_relaxed);
+  note_complete(began_at_);
+  step_.fetch_add(1, std::memory_order_seq_cst);
+  active_.store(true, std::memory_order_release);
 }
 
 void Plan::check_started(int tensor) const {
@@ -177,113 +95,133 @@ void Plan::check_started(int tensor) const {
     throw Error(describe(tensor) + " was waited for but not started.");
 }
 
-bool Plan::is_reduced(int tensor) const {
+uint64_t Plan::target(const Bucket& bucket) const {
+  return (step_ - 1) * layout_.buckets_of_lane(bucket.lane).size() + static_cast<uint64_t>(bucket.number) + 1;
+}
+
+bool Plan::is_complete(int tensor) const {
   if (topology_.size == 1) return true;
   const auto [first, last] = layout_.buckets_of(tensor);
   for (int b = first; b < last; ++b) {
     const Bucket& bucket = layout_.buckets()[at(b)];
-    const Counter* reduced = reduced_ + at(bucket.lane * topology_.local_size());
-    for (int owner = 0; owner < topology_.owners; ++owner)
-      if (reduced[owner].value.load(std::memory_order_seq_cst) < target(bucket)) return false;
+    if (memory_->count(Stage::copied, bucket.lane, topology_.local_rank) < target(bucket)) return false;
   }
   return true;
 }
 
 void Plan::finish(int tensor) {
-  if (topology_.size > 1 && !in_segment_) {
-    const auto [first, last] = layout_.buckets_of(tensor);
-    for (int b = first; b < last; ++b)
-      for (int owner = 0; owner < topology_.owners; ++owner) {
-        if (owner == topology_.local_rank) continue;
-        const Range part = layout_.part(tensor, Layout::slice(layout_.buckets()[at(b)], owner, topology_.owners));
-        if (part.empty()) continue;
-        const int result = topology_.local_size() > 1 ? (owner + 1) % topology_.local_size() : 0;
-        copy_shared(data_[at(tensor)] + (part.begin - layout_.range(tensor).begin), slot(owner, result) + part.begin,
-                    part.size());
-      }
-  }
   states_[at(tensor)].store(State::finished, std::memory_order_release);
   if (finished_.fetch_add(1, std::memory_order_acq_rel) + 1 < layout_.tensor_count()) return;
-  totals_.count(tensor_bytes_, std::chrono::duration<double>(reduced_at_.load() - began_at_.load()).count());
-  if (topology_.size > 1) shared_[topology_.local_rank].consumed.store(step_, std::memory_order_seq_cst);
+  totals_.count(tensor_bytes_, std::chrono::duration<double>(complete_at_.load() - began_at_.load()).count());
   active_.store(false, std::memory_order_release);
-  if (topology_.size > 1) team_.ring_node();
 }
 
-// ---- reduction, from whichever thread holds the lane
-
-// What contributor `r` sends to `owner` lies in slot (r - owner - 1) mod L; the result overwrites slot 0.
-std::byte* Plan::slot(int owner, int contributor) const {
-  const int local = topology_.local_size();
-  const int index = local > 1 ? (contributor - owner - 1 + local) % local : 0;
-  return slots_ + at(index) * pages(layout_.nbytes());
-}
-
-std::byte* Plan::memory_of(int local_rank) const {
-  return slots_ + at(local_rank) * Area::stride_for(layout_.nbytes());
-}
-
-std::byte* Plan::own_result() const {
-  const int me = topology_.local_rank;
-  return in_segment_ ? memory_of(me) : slot(me, (me + 1) % topology_.local_size());
-}
-
-std::shared_ptr<std::byte> Plan::memory() const {
-  if (!in_segment_) throw Error("The tensors of plan '" + name_ + "' do not live in its segment.");
-  return {segment_, memory_of(topology_.local_rank)};
-}
+// ---- a lane's work, from whichever thread holds it
 
 int Plan::network_tag(int place) const {
   return (number_ % kTagBlocks) * kTagsPerPlan + place;
 }
 
 bool Plan::advance(int lane_number, Channel& channel) {
-  if (topology_.size == 1 || topology_.local_rank >= topology_.owners) return false;
+  if (topology_.size == 1 || layout_.buckets_of_lane(lane_number).empty()) return false;
   LaneState& lane = lanes_[at(lane_number)];
-  const auto& buckets = layout_.buckets_of_lane(lane_number);
   bool advanced = false;
-  while (!buckets.empty() && lane.operations.size() < kInFlight) {
-    const Counter* packed = packed_ + at(lane_number * topology_.local_size());
-    bool ready = true;
-    for (int r = 0; r < topology_.local_size() && ready; ++r)
-      ready = packed[r].value.load(std::memory_order_seq_cst) > lane.next;
-    if (!ready || !know_weights(lane, lane.next / buckets.size() + 1, channel)) break;
-    const int b = buckets[lane.next % buckets.size()];
-    const Bucket& bucket = layout_.buckets()[at(b)];
-    const auto begin = Clock::now();
-    reduce(bucket, lane);
-    if (trace::enabled) trace::record(name_ + "/" + std::to_string(b), "reduce", team_.number, begin);
-    if (topology_.node_count == 1) {
-      publish(lane_number);
-    } else {
-      const Range slice = Layout::slice(bucket, topology_.local_rank, topology_.owners);
-      std::unique_ptr<Allreduce> operation;
-      if (!slice.empty())
-        operation =
-            make_allreduce(algorithms_[at(b)],
-                           {channel, topology_.peers_of_slice(topology_.local_rank), topology_.node,
-                            own_result() + slice.begin, slice.size() / size_of(bucket.dtype), bucket.dtype,
-                            wire_.value_or(bucket.dtype), op_, network_tag(static_cast<int>(lane.next % kInFlight))});
-      lane.operations.push_back({b, std::move(operation), Clock::now()});
-      lane.in_flight.store(static_cast<int>(lane.operations.size()), std::memory_order_relaxed);
-    }
-    ++lane.next;
-    advanced = true;
+  for (bool more = true; more; advanced = advanced || more) {
+    more = copy_next(lane);  // first, because it makes room
+    more = pack_next(lane) || more;
+    more = reduce_next(lane, channel) || more;
+    more = drive_network(lane) || more;
   }
+  return advanced;
+}
+
+// Copies what others own of the next bucket into the segment, once its tensors have been started and its place is free.
+bool Plan::pack_next(LaneState& lane) {
+  if (lane.packed >= step_ * layout_.buckets_of_lane(lane.number).size()) return false;  // of the next execution
+  const Turn next = memory_->turn(lane.number, lane.packed);
+  if (unstarted_[at(next.index)].load(std::memory_order_seq_cst) > 0) return false;
+  if (!memory_->has_place(lane.number, lane.packed)) return false;
+  if (!in_segment_)
+    for (int owner = 0; owner < topology_.owners; ++owner)
+      if (owner != topology_.local_rank)
+        for_parts(next, owner, [&](std::byte* tensor, size_t offset, size_t nbytes) {
+          copy_shared(memory_->sent(next, owner, topology_.local_rank) + offset, tensor, nbytes);
+        });
+  memory_->raise(Stage::packed, lane.number, ++lane.packed);
+  return true;
+}
+
+// Adds up this rank's slice of the next bucket, once all ranks of the node have packed it.
+bool Plan::reduce_next(LaneState& lane, Channel& channel) {
+  if (topology_.local_rank >= topology_.owners || lane.operations.size() >= kInFlight) return false;
+  if (memory_->lowest(Stage::packed, lane.number, topology_.local_size()) <= lane.reduced) return false;
+  const Turn next = memory_->turn(lane.number, lane.reduced);
+  if (!know_weights(lane, lane.reduced / layout_.buckets_of_lane(lane.number).size() + 1, channel)) return false;
+  const auto begin = Clock::now();
+  reduce(next, lane);
+  if (trace::enabled) trace::record(name_ + "/" + std::to_string(next.index), "reduce", team_.number, begin);
+  ++lane.reduced;
+  if (topology_.node_count == 1) {
+    memory_->raise(Stage::reduced, lane.number, ++lane.published);
+    return true;
+  }
+  const Bucket& bucket = next.bucket;
+  const Range slice = Layout::slice(bucket, topology_.local_rank, topology_.owners);
+  std::unique_ptr<Allreduce> operation;
+  if (!slice.empty())
+    operation = make_allreduce(algorithms_[at(next.index)],
+                               {channel, topology_.peers_of_slice(topology_.local_rank), topology_.node,
+                                memory_->result(next, topology_.local_rank) + (slice.begin - bucket.begin),
+                                slice.size() / size_of(bucket.dtype), bucket.dtype, wire_.value_or(bucket.dtype), op_,
+                                network_tag(static_cast<int>(next.number % kInFlight))});
+  lane.operations.push_back({next.number, std::move(operation), Clock::now()});
+  lane.in_flight.store(static_cast<int>(lane.operations.size()), std::memory_order_relaxed);
+  return true;
+}
+
+bool Plan::drive_network(LaneState& lane) {
   for (InFlight& f : lane.operations) {
     if (!f.operation || !f.operation->advance()) continue;
     f.operation.reset();
-    const Bucket& bucket = layout_.buckets()[at(f.bucket)];
-    copy_result(bucket, Layout::slice(bucket, topology_.local_rank, topology_.owners));
-    if (trace::enabled) trace::record(name_ + "/" + std::to_string(f.bucket), "network", team_.number, f.begin);
+    const Turn done = memory_->turn(lane.number, f.turn);
+    spread(done);
+    if (trace::enabled) trace::record(name_ + "/" + std::to_string(done.index), "network", team_.number, f.begin);
   }
+  bool advanced = false;
   while (!lane.operations.empty() && !lane.operations.front().operation) {
-    publish(lane_number);
+    memory_->raise(Stage::reduced, lane.number, ++lane.published);
     lane.operations.pop_front();
     lane.in_flight.store(static_cast<int>(lane.operations.size()), std::memory_order_relaxed);
     advanced = true;
   }
   return advanced;
+}
+
+// Copies what others have reduced of the next bucket back into the tensors.
+bool Plan::copy_next(LaneState& lane) {
+  if (memory_->lowest(Stage::reduced, lane.number, topology_.owners) <= lane.copied) return false;
+  if (!in_segment_) {
+    const Turn next = memory_->turn(lane.number, lane.copied);
+    for (int owner = 0; owner < topology_.owners; ++owner)
+      if (owner != topology_.local_rank)
+        for_parts(next, owner, [&](std::byte* tensor, size_t offset, size_t nbytes) {
+          copy_shared(tensor, memory_->result(next, owner) + offset, nbytes);
+        });
+  }
+  ++lane.copied;
+  if (lane.copied % layout_.buckets_of_lane(lane.number).size() == 0) note_complete(Clock::now());
+  memory_->raise(Stage::copied, lane.number, lane.copied);
+  return true;
+}
+
+template <class F>
+void Plan::for_parts(const Turn& turn, int owner, F&& f) const {
+  const Bucket& bucket = turn.bucket;
+  const Range slice = Layout::slice(bucket, owner, topology_.owners);
+  for (int t = bucket.first; t <= bucket.last; ++t) {
+    const Range part = layout_.part(t, slice);
+    if (!part.empty()) f(data_[at(t)] + (part.begin - layout_.range(t).begin), part.begin - bucket.begin, part.size());
+  }
 }
 
 // The weights of an execution: on this node they lie in the segment; from other nodes they come in one small message.
@@ -293,7 +231,7 @@ bool Plan::know_weights(LaneState& lane, uint64_t step, Channel& channel) {
   if (!lane.header_exchange) {
     lane.headers.assign(size, 0.0);
     for (int r = 0; r < topology_.local_size(); ++r)
-      lane.headers[at(topology_.local_ranks()[at(r)])] = shared_[r].weight;
+      lane.headers[at(topology_.local_ranks()[at(r)])] = memory_->weight_of(r);
   }
   if (topology_.node_count > 1 && weighted_) {
     if (!lane.header_exchange) {
@@ -312,71 +250,70 @@ bool Plan::know_weights(LaneState& lane, uint64_t step, Channel& channel) {
   return true;
 }
 
-void Plan::reduce(const Bucket& bucket, const LaneState& lane) {
+void Plan::reduce(const Turn& turn, const LaneState& lane) {
   const int me = topology_.local_rank;
   const int local = topology_.local_size();
-  const Range slice = Layout::slice(bucket, me, topology_.owners);
+  const bool alone = topology_.node_count == 1;
   std::vector<Source> sources;
   sources.reserve(at(local));
   std::vector<void*> outs;
   outs.reserve(at(local));
-  for (int t = bucket.first; t <= bucket.last; ++t) {
-    const Range part = layout_.part(t, slice);
-    if (part.empty()) continue;
-    std::byte* mine = data_[at(t)] + (part.begin - layout_.range(t).begin);
+  for_parts(turn, me, [&](std::byte* mine, size_t offset, size_t nbytes) {
     sources.clear();
     outs.clear();
     for (int r = 0; r < local; ++r) {
-      std::byte* theirs = r == me ? mine : (in_segment_ ? memory_of(r) : slot(me, r)) + part.begin;
-      if (in_segment_ && r != me) outs.push_back(theirs);
+      std::byte* theirs = r == me ? mine : memory_->sent(turn, me, r) + offset;
+      if (in_segment_ && alone && r != me) outs.push_back(theirs);
       const double factor = lane.weights.weighted ? lane.weights.factors[at(r)] : 1.0;
       if (factor == 0.0) continue;  // has no samples in this step; its values may be NaN
       sources.push_back({theirs, factor});
     }
-    if (!in_segment_) outs.push_back(own_result() + part.begin);
     // Across nodes, first only where the network takes it from.
-    if (topology_.node_count > 1) outs.clear();
-    outs.push_back(topology_.node_count > 1 ? own_result() + part.begin : mine);
-    keras_hpc::reduce(bucket.dtype, op_, sources.data(), sources.size(), lane.weights.weighted, lane.weights.scale,
-                      outs.data(), outs.size(), part.size() / size_of(bucket.dtype));
-  }
+    if (!in_segment_ || !alone) outs.push_back(memory_->result(turn, me) + offset);
+    if (alone) outs.push_back(mine);
+    keras_hpc::reduce(turn.bucket.dtype, op_, sources.data(), sources.size(), lane.weights.weighted, lane.weights.scale,
+                      outs.data(), outs.size(), nbytes / size_of(turn.bucket.dtype));
+  });
 }
 
-void Plan::copy_result(const Bucket& bucket, const Range& slice) {
-  if (in_segment_) {
+// From where the network left it to this rank's own tensors, or to all ranks' where they live in the segment.
+void Plan::spread(const Turn& turn) {
+  const int me = topology_.local_rank;
+  for_parts(turn, me, [&](std::byte* mine, size_t offset, size_t nbytes) {
+    const std::byte* from = memory_->result(turn, me) + offset;
+    if (!in_segment_) return copy_shared(mine, from, nbytes);
     for (int r = 0; r < topology_.local_size(); ++r)
-      if (r != topology_.local_rank) copy_shared(memory_of(r) + slice.begin, own_result() + slice.begin, slice.size());
-    return;
-  }
-  for (int t = bucket.first; t <= bucket.last; ++t) {
-    const Range part = layout_.part(t, slice);
-    if (!part.empty())
-      std::memcpy(data_[at(t)] + (part.begin - layout_.range(t).begin), own_result() + part.begin, part.size());
-  }
-}
-
-void Plan::publish(int lane_number) {
-  LaneState& lane = lanes_[at(lane_number)];
-  reduced_[at(lane_number * topology_.local_size() + topology_.local_rank)].value.store(++lane.published,
-                                                                                        std::memory_order_seq_cst);
-  if (lane.published % layout_.buckets_of_lane(lane_number).size() == 0) note_reduced(Clock::now());
-  team_.ring_node();
+      if (r != me) copy_shared(memory_->sent(turn, me, r) + offset, from, nbytes);
+  });
 }
 
 // ---- the rest
 
+std::shared_ptr<std::byte> Plan::memory() const {
+  if (!in_segment_) throw Error("The tensors of plan '" + name_ + "' do not live in its segment.");
+  return {memory_->segment(), memory_->tensors_of(topology_.local_rank)};
+}
+
+// A lane takes its buckets in order: whoever has not done its part of the first one that is not back here holds it up.
 std::vector<int> Plan::missing_ranks(int tensor) const {
   std::vector<int> missing;
   const auto [first, last] = layout_.buckets_of(tensor);
-  for (int r = 0; r < topology_.local_size(); ++r)
-    for (int b = first; b < last; ++b) {
-      const Bucket& bucket = layout_.buckets()[at(b)];
-      const Counter& packed = packed_[bucket.lane * topology_.local_size() + r];
-      if (packed.value.load(std::memory_order_seq_cst) >= target(bucket)) continue;
-      missing.push_back(topology_.local_ranks()[at(r)]);
-      break;
-    }
-  if (!missing.empty()) return missing;
+  const auto collect = [&](Stage stage, int lane, int ranks, uint64_t expected) {
+    for (int r = 0; r < ranks; ++r)
+      if (memory_->count(stage, lane, r) < expected) missing.push_back(topology_.local_ranks()[at(r)]);
+    return !missing.empty();
+  };
+  for (int b = first; b < last; ++b) {
+    const Bucket& bucket = layout_.buckets()[at(b)];
+    const int lane = bucket.lane;
+    const uint64_t next = memory_->count(Stage::copied, lane, topology_.local_rank) + 1;
+    if (next > target(bucket)) continue;
+    const uint64_t places = memory_->places(lane);
+    if (!in_segment_ && next > places && collect(Stage::copied, lane, topology_.local_size(), next - places))
+      return missing;
+    if (collect(Stage::packed, lane, topology_.local_size(), next)) return missing;
+    if (topology_.node_count == 1 && collect(Stage::reduced, lane, topology_.owners, next)) return missing;
+  }
   for (const auto& ranks : topology_.ranks_of_node)  // this node is complete: somebody on another one is late
     if (&ranks != &topology_.local_ranks()) missing.insert(missing.end(), ranks.begin(), ranks.end());
   return missing;

@@ -129,13 +129,10 @@ void Team::start(Plan& plan, int tensor, void* data, double weight) {
 void Team::wait(Plan& plan, int tensor) {
   plan.check_started(tensor);
   const size_t nbytes = plan.layout().range(tensor).size();
-  const bool quick = plan.is_reduced(tensor) && nbytes < kQuickBytes && !trace::enabled;
+  const bool quick = plan.is_complete(tensor) && nbytes < kQuickBytes && !trace::enabled;
   const auto begin = quick ? Clock::time_point() : Clock::now();
   try {
-    if (!quick && !plan.is_reduced(tensor)) {
-      await(plan, tensor);
-      plan.note_reduced(Clock::now());
-    }
+    if (!quick && !plan.is_complete(tensor)) await(plan, tensor);
   } catch (const std::exception& e) {
     fail(std::current_exception(), e.what());
     throw;
@@ -149,9 +146,9 @@ void Team::await(Plan& plan, int tensor) {
   const auto begin = Clock::now();
   const auto ready = [&] {
     throw_if_failed();
-    if (plan.is_reduced(tensor)) return true;
+    if (plan.is_complete(tensor)) return true;
     progress_all();
-    if (plan.is_reduced(tensor)) return true;
+    if (plan.is_complete(tensor)) return true;
     throw_if_abandoned(plan, tensor, begin);
     return false;
   };
@@ -241,17 +238,17 @@ bool Team::complete_async() {
     for (size_t i = 0; i < async_.size();) {
       AsyncWait& wait = async_[i];
       const int n = wait.plan->layout().tensor_count();
-      int reduced = 0;
-      while (reduced < n && wait.plan->is_reduced(reduced)) ++reduced;
-      if (reduced < n) throw_if_abandoned(*wait.plan, reduced, wait.begin);
-      if (reduced == n) {
+      int complete = 0;
+      while (complete < n && wait.plan->is_complete(complete)) ++complete;
+      if (complete < n) throw_if_abandoned(*wait.plan, complete, wait.begin);
+      if (complete == n) {
         finished.push_back(wait);
         async_.erase(async_.begin() + static_cast<std::ptrdiff_t>(i));
       } else if (seconds_since(wait.begin) > options_.timeout_seconds) {
-        throw Timeout(late(*wait.plan, reduced));
+        throw Timeout(late(*wait.plan, complete));
       } else {
         if (!wait.stall && seconds_since(wait.begin) > options_.stall_seconds)
-          wait.stall = std::make_shared<Activity::Note>(activity_, stall(*wait.plan, reduced, wait.begin));
+          wait.stall = std::make_shared<Activity::Note>(activity_, stall(*wait.plan, complete, wait.begin));
         ++i;
       }
     }
@@ -261,7 +258,6 @@ bool Team::complete_async() {
   // Without the lock: the framework may go on with its step, and start the next plan, inside `done`.
   for (const AsyncWait& wait : finished) {
     if (wait.stall) wait.stall->resolve();
-    wait.plan->note_reduced(Clock::now());
     for (int tensor = 0; tensor < wait.plan->layout().tensor_count(); ++tensor) wait.plan->finish(tensor);
     add(exposed_seconds_, seconds_since(wait.begin));
     if (trace::enabled) trace::record(wait.plan->name(), "wait", number(), wait.begin);

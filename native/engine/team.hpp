@@ -102,7 +102,7 @@ class Team {
     std::shared_ptr<Activity::Note> stall = nullptr;  // once it takes long
   };
 
-  void await(Plan& plan, int tensor);  // until it is reduced
+  void await(Plan& plan, int tensor);  // until it is complete
   bool progress(int lane);
   bool progress_all();
   bool network_is_busy(int lane) const;

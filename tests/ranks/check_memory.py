@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory: at most one extra copy of the gradients, and none that grows with the number of steps."""
+"""Memory: at most one more copy of the gradients, and none that grows with the number of steps."""
 
 import keras
 import numpy as np

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// The segment of a plan: what the ranks of a node count, and where each puts what others need.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "engine/context.hpp"
+#include "engine/layout.hpp"
+#include "transport/transport.hpp"
+
+namespace keras_hpc {
+
+// A bucket in one execution.
+struct Turn {
+  uint64_t number;  // over all executions of its lane
+  int index;        // of the bucket
+  const Bucket& bucket;
+};
+
+// What happens to a bucket on a rank, in this order.
+enum class Stage { packed, reduced, copied };
+
+class PlanMemory {
+ public:
+  // Collective. With `in_segment` the tensors themselves live here, and buckets need no places.
+  PlanMemory(const TeamContext& team, const Layout& layout, int lanes, bool in_segment, Transport& transport,
+             Channel& control);
+
+  Turn turn(int lane, uint64_t number) const;
+  // How many buckets of a lane a rank has taken through a stage, over all executions; the lowest of the first `ranks`.
+  uint64_t count(Stage stage, int lane, int local_rank) const;
+  uint64_t lowest(Stage stage, int lane, int ranks) const;
+  void raise(Stage stage, int lane, uint64_t value);  // this rank's, and tells the node
+
+  // Buckets of a lane that have a place at the same time. One is free when all ranks have copied its results.
+  uint64_t places(int lane) const { return lanes_[static_cast<size_t>(lane)].places; }
+  bool has_place(int lane, uint64_t number) const {
+    return in_segment_ || lowest(Stage::copied, lane, topology_.local_size()) + places(lane) > number;
+  }
+  // Where a bucket's bytes begin: of what a rank has sent to an owner, and of an owner's results.
+  std::byte* sent(const Turn& turn, int owner, int contributor) const;
+  std::byte* result(const Turn& turn, int owner) const;
+  std::byte* tensors_of(int local_rank) const;  // at their places in the layout, if they live here
+  const std::shared_ptr<Segment>& segment() const { return segment_; }
+
+  double& weight_of(int local_rank) const;  // in the current execution; written before anything is packed
+
+ private:
+  struct Shared;  // of one rank
+  struct Counter;
+  struct Lane {
+    size_t first, places;
+  };
+
+  Counter& counter(Stage stage, int lane, int local_rank) const;
+
+  const TeamContext& team_;
+  const Topology& topology_;
+  const Layout& layout_;
+  const bool in_segment_;
+  std::vector<Lane> lanes_;
+  size_t slots_per_place_, slot_stride_;
+  std::shared_ptr<Segment> segment_;
+  Shared* shared_;     // [local rank]
+  Counter* counters_;  // [stage][lane][local rank]
+  std::byte* data_;    // [place][slot], or the tensors of each local rank
+};
+
+}  // namespace keras_hpc
