@@ -57,10 +57,10 @@ bench-hosts: .venv/stamp-demo  ## the same on 2 hosts made of namespaces, 2 rank
 
 # Every backend, so TORCH and JAX as well: the environment of the tests.
 bench-peers: .venv/stamp-test  ## training steps beside mpi4py, DDP and DataParallel, each in its own environment; an hour
-	for model in lenet resnet50 mlp; do \
-	  $(BIN)/python -m benchmarks.peers.compare --model $$model --out results/peers && \
-	  cp results/peers/$$model.json docs/performance/peers-$$model.json || exit 1; done
-	$(PAGE)
+	status=0; for model in lenet resnet50 mlp; do \
+	  $(BIN)/python -m benchmarks.peers.compare --model $$model --out results/peers || status=1; \
+	  cp results/peers/$$model.json docs/performance/peers-$$model.json || status=1; done; \
+	$(PAGE) && exit $$status
 
 lint: .venv/stamp-test .venv/stamp-lint  ## ruff, clang-format, mypy
 	$(BIN)/ruff check .

