@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from keras_hpc import launch, shutdown, tracing
+from keras_hpc import launch, memory, shutdown, tracing
 from keras_hpc.errors import NotInitializedError
 from keras_hpc.teams import Team, make_team
 from keras_hpc.threads import share_cores
@@ -78,7 +78,8 @@ def init(
     """Makes this Keras script one rank of a data-parallel job. Collective.
 
     Call it once, before `model.compile` and `model.fit`, which stay as they are, and before anything is computed: it
-    also gives each rank of a node its share of the cores, unless you have set the numbers of threads.
+    also gives each rank of a node its share of the cores, unless you have set the numbers of threads, and lets glibc
+    keep freed memory for the next step, unless you have set its variables (`MALLOC_ARENA_MAX` and others).
 
     Args:
         comm: an mpi4py communicator whose ranks train together. None: `MPI.COMM_WORLD`.
@@ -109,6 +110,7 @@ def init(
     if _job is not None:
         raise RuntimeError("keras_hpc.init() was called twice. Call it once per process, or finalize() in between.")
     _check_arguments(teams, threads_per_team, batch, wire_dtype, timeout_seconds, stall_seconds, check_replicas_every)
+    kept = memory.keep_freed()  # first: MPI starts threads
     from keras_hpc import backends, keras_hooks
 
     backend = backends.current()
@@ -158,7 +160,9 @@ def init(
     if job.size > 1:
         job.watchdog = Watchdog(job, stall_seconds)
         nodes = f"{job.node_count} node{'s' * (job.node_count > 1)}"
-        notice(f"{job.size} ranks on {nodes}, {launch.mpi_version(world)}; {shares}")
+        notice(
+            f"{job.size} ranks on {nodes}, {launch.mpi_version(world)}; {shares}{'; malloc keeps what is freed' * kept}"
+        )
 
 
 def finalize() -> None:

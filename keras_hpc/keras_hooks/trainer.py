@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_hpc import report, runtime, tracing
+from keras_hpc import memory, report, runtime, tracing
 from keras_hpc.keras_hooks import callbacks, compat, overlap, pipeline, replicas, scope, state, steps
 
 Method = Callable[..., Any]
@@ -49,6 +49,7 @@ def _fitting(original: Method) -> Method:
 
     @functools.wraps(original)
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        memory.give_back()
         if not scope.active():
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)

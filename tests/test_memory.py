@@ -1,0 +1,77 @@
+"""keras_hpc.memory: freed memory stays with the process, so a step needs no new pages; the user's wishes go first."""
+
+import json
+import platform
+import subprocess
+import sys
+
+import pytest
+from launch import child_environment
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+
+TRAIN = """
+import json, resource
+import keras, numpy as np
+import keras_hpc
+
+keras_hpc.init()
+
+class Faults(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        steps.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+steps = []
+model = keras.Sequential([keras.Input((2048,)), keras.layers.Dense(8192), keras.layers.Dense(1)])  # 64 MiB of weights
+model.compile("sgd", "mse", jit_compile=keras.backend.backend() == "jax")
+x, y = np.zeros((160, 2048), np.float32), np.zeros((160, 1), np.float32)
+model.fit(x, y, batch_size=4, verbose=0, callbacks=[Faults()])
+print("FAULTS", json.dumps(np.diff(steps).tolist()))
+"""
+
+
+def faults(backend, **env):
+    """Page faults of each step but the first."""
+    command = [sys.executable, "-c", TRAIN]
+    done = subprocess.run(
+        command, env=child_environment(backend, env), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return sorted(json.loads(done.stdout.partition("FAULTS ")[2]))
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_steps_need_no_new_pages(backend):
+    wanted = faults(backend)
+    assert wanted[len(wanted) // 2] < 100
+    # What it is without: the gradient of the first layer alone has 16,384 pages.
+    as_it_comes = faults(backend, MALLOC_TOP_PAD_="0")
+    assert as_it_comes[len(as_it_comes) // 2] > 8_000
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{"MALLOC_ARENA_MAX": "4"}, {"MALLOC_MMAP_THRESHOLD_": "1000"}, {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7"}],
+    ids=str,
+)
+def test_what_the_user_has_set_stays(env, run_ranks):
+    code = "from keras_hpc import memory; print('KEPT', memory.keep_freed())"
+    assert "KEPT False" in run_ranks(1, ["-c", code], env=env, mpi=False).output
+    assert "KEPT True" in run_ranks(1, ["-c", code], mpi=False).output
+
+
+def test_what_loading_left_is_given_back(run_ranks):
+    code = """
+import numpy as np
+from keras_hpc import memory
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+memory.keep_freed()
+held = [np.ones(2**20) for _ in range(64)]  # 512 MiB
+held = held[1::2] + held[-1:]  # with holes
+before = resident()
+memory.give_back()
+print("FELL", int(before - resident()))
+"""
+    output = run_ranks(1, ["-c", code], mpi=False).output
+    assert int(output.partition("FELL ")[2].split()[0]) > 200, output
