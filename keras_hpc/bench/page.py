@@ -34,9 +34,8 @@ each. Medians of the slowest rank; *hidden* is the share of the reduction's time
 Training: `python -m examples.cnn.benchmark`, `fit` on synthetic data, one core and one thread for each rank, in turns
 with plain Keras on one rank. Medians of the slowest rank; efficiency is plain Keras' step over this one.
 Peers: `make bench-peers`, or `python -m benchmarks.peers.compare` with some contenders, the same step with other ways
-to train on two ranks, in turns, each against its own step on one rank, all with glibc told to keep what is freed, as
-`init()` does; *exposed* is what the second rank adds to the step. *apart* are two ranks that have nothing to do with
-each other: what such a machine leaves to those that have.
+to train on two ranks, in turns, each against its own step on one rank; *exposed* is what the second rank adds to the
+step. *apart* are two ranks that have nothing to do with each other: what such a machine leaves to those that have.
 """
 
 
