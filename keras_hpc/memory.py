@@ -8,6 +8,7 @@ must then clear each page again in every step. JAX and PyTorch allocate through 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 
 # Of <malloc.h>.
@@ -37,8 +38,9 @@ def keep_freed() -> bool:
     return all([libc.mallopt(parameter, value) == 1 for parameter, value in settings])
 
 
+@functools.cache
 def give_back() -> None:
-    """Gives freed memory back to the kernel, once: before a training, what loading the data has left."""
+    """Gives freed memory back to the kernel: before the first training, what loading the data has left. Once only."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
