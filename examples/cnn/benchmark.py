@@ -197,7 +197,7 @@ def main(argv=None):
 
     first = runs[0][1][0]
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-    title = f"{args.model}, {first['ranks'][0]['parameters']:,} parameters, batch {args.batch_size}"
+    title = f"{args.model} on {args.backend}, {first['ranks'][0]['parameters']:,} parameters, batch {args.batch_size}"
     title += f" {'of all ranks' if args.strong else 'of each rank'}, {args.schedule}\n{versions}; {machine.describe()}"
     draw(table, parts, title, args.out)
     for name, lines in (("scaling", table), ("profile", parts)):

@@ -32,7 +32,8 @@ Overlap: `python -m keras_hpc bench overlap`, a step that computes in pieces and
 each. Medians of the slowest rank; *hidden* is the share of the reduction's time that the step does not take longer.
 
 Training: `python -m examples.cnn.benchmark`, `fit` on synthetic data, one core and one thread for each rank, in turns
-with plain Keras on one rank. Medians of the slowest rank; efficiency is plain Keras' step over this one.
+with plain Keras on one rank. Medians of the slowest rank; efficiency is plain Keras' step over this one. On JAX and
+PyTorch it may exceed 1, as `init()` also lets glibc keep freed memory: what is due to that, one rank alone shows.
 Peers: `make bench-peers`, or `python -m benchmarks.peers.compare` with some contenders, the same step with other ways
 to train on two ranks, in turns, each against its own step on one rank; *exposed* is what the second rank adds to the
 step. *apart* are two ranks that have nothing to do with each other: what such a machine leaves to those that have.
