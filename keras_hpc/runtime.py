@@ -74,12 +74,12 @@ def init(
     stall_seconds: float = 30.0,
     check_replicas_every: int | None = None,
     trace: str | None = None,
+    keep_memory: bool = True,
 ) -> None:
     """Makes this Keras script one rank of a data-parallel job. Collective.
 
     Call it once, before `model.compile` and `model.fit`, which stay as they are, and before anything is computed: it
-    also gives each rank of a node its share of the cores, unless you have set the numbers of threads, and lets glibc
-    keep freed memory for the next step, unless you have set its variables (`MALLOC_ARENA_MAX` and others).
+    also gives each rank of a node its share of the cores, unless you have set the numbers of threads.
 
     Args:
         comm: an mpi4py communicator whose ranks train together. None: `MPI.COMM_WORLD`.
@@ -100,6 +100,9 @@ def init(
             of a model, as `check_replicas` does: memory that fails shows within these steps, not in the result. A
             comparison reads all of them once.
         trace: path of a JSON file to which `finalize` writes what was communicated when (Chrome and Perfetto show it).
+        keep_memory: glibc keeps freed memory for the next step, which else needs new pages: on JAX and PyTorch steps
+            take up to half as long. Unless you have set glibc's variables, such as `MALLOC_ARENA_MAX`. False leaves
+            glibc as it is, for jobs that are short of memory.
 
     Raises:
         RuntimeError: called twice, or Keras is in a state that does not go with keras_hpc.
@@ -110,7 +113,7 @@ def init(
     if _job is not None:
         raise RuntimeError("keras_hpc.init() was called twice. Call it once per process, or finalize() in between.")
     _check_arguments(teams, threads_per_team, batch, wire_dtype, timeout_seconds, stall_seconds, check_replicas_every)
-    kept = memory.keep_freed()  # first: MPI starts threads
+    kept = keep_memory and memory.keep_freed()  # first: MPI starts threads
     from keras_hpc import backends, keras_hooks
 
     backend = backends.current()
