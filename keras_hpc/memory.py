@@ -8,7 +8,6 @@ must then clear each page again in every step. JAX and PyTorch allocate through 
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 
 # Of <malloc.h>.
@@ -21,6 +20,8 @@ _VARIABLES = (
     "MALLOC_TOP_PAD_",
     "MALLOC_TRIM_THRESHOLD_",
 )
+
+_holds_more = False  # than glibc would by itself, and nothing was given back since
 
 
 def keep_freed() -> bool:
@@ -35,12 +36,14 @@ def keep_freed() -> bool:
     if any(name in os.environ for name in _VARIABLES) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     settings = ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1))
-    return all([libc.mallopt(parameter, value) == 1 for parameter, value in settings])
+    global _holds_more
+    _holds_more = all([libc.mallopt(parameter, value) == 1 for parameter, value in settings])
+    return _holds_more
 
 
-@functools.cache
 def give_back() -> None:
-    """Gives freed memory back to the kernel: before the first training, what loading the data has left. Once only."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
+    """Gives back to the kernel, once, what `keep_freed` has kept: before a training, what loading the data has left."""
+    global _holds_more
+    if _holds_more:
+        _holds_more = False
+        ctypes.CDLL(None).malloc_trim(0)
