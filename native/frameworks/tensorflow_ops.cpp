@@ -9,6 +9,7 @@
 //
 // Stateful, because TensorFlow runs stateful operations in program order, which is our order on all ranks, and never
 // folds, merges or drops them. Synchronous, because async kernels of the C API are used after they return.
+#include <atomic>
 #include <cstring>
 #include <exception>
 #include <functional>
@@ -74,6 +75,9 @@ class InFlight {
 };
 InFlight& in_flight = *new InFlight;
 
+// Of tensors that were not reduced where they lay, because somebody else held them, too.
+std::atomic<int64_t> copied_bytes{0};
+
 TensorHandle input(OpKernelContext* context, int index) {
   Outcome outcome;
   Tensor* tensor = nullptr;
@@ -126,7 +130,10 @@ struct Start : TensorOfPlan {
                                                         static_cast<int>(shape.size()), &forwarded, outcome));
     outcome.check();
     void* data = tf.TensorData(output.get());
-    if (forwarded != candidate && nbytes > 0) std::memcpy(data, source, nbytes);
+    if (forwarded != candidate && nbytes > 0) {
+      std::memcpy(data, source, nbytes);
+      copied_bytes += static_cast<int64_t>(nbytes);
+    }
     check(khpc_start(plan, tensor, data, weight));
     in_flight.keep(plan, tensor, std::move(output));
   }
@@ -264,12 +271,15 @@ void add_operation(const Specs& inputs, const char* output, const Specs& attribu
   tf.RegisterOpDefinition(operation, outcome);
   outcome.check();
 
-  // On a GPU the same kernel runs on the host, and TensorFlow copies there and back.
   for (const char* device : {"CPU", "GPU"}) {
     KernelBuilder* builder =
         tf.NewKernelBuilder(Kernel::name, device, create<Kernel>, compute<Kernel>, destroy<Kernel>);
-    for (const char* spec : inputs) tf.KernelBuilder_HostMemory(builder, std::string(spec, strcspn(spec, ":")).c_str());
-    tf.KernelBuilder_HostMemory(builder, std::string(output, strcspn(output, ":")).c_str());
+    // On a GPU the same kernel runs on the host, and TensorFlow copies there and back. On a CPU the same words would
+    // keep TensorFlow from forwarding any buffer: it takes one that must be on the host for another kind of memory.
+    if (device == std::string("GPU"))
+      for (const Specs& arguments : {inputs, Specs{output}})
+        for (const char* spec : arguments)
+          tf.KernelBuilder_HostMemory(builder, std::string(spec, strcspn(spec, ":")).c_str());
     tf.RegisterKernelBuilder(Kernel::name, builder, outcome);
     outcome.check();
   }
@@ -297,6 +307,10 @@ const std::string load_error = add_operations();
 
 extern "C" KHPC_API const char* khpc_tensorflow_load_error() {
   return load_error.c_str();
+}
+
+extern "C" KHPC_API int64_t khpc_tensorflow_copied_bytes() {
+  return copied_bytes;
 }
 
 }  // namespace keras_hpc::tensorflow

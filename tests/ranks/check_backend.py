@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend's own tensors through the engine, eagerly and compiled, against NumPy and mpi4py."""
 
+import ctypes
 import functools
 
 import keras
@@ -149,6 +150,30 @@ def test_many_tensors_and_big_ones_step_after_step(run, request):
     for _ in range(200 if run is compiled else 5):
         results = step(*tensors)
         assert all(np.array_equal(backend.to_numpy(r), f) for r, f in zip(results, first, strict=True))
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="XLA decides at compile time; PyTorch has a test of its own")
+def test_what_nobody_else_holds_is_reduced_where_it_lies(request):
+    def copied_by(step):
+        before = library.khpc_tensorflow_copied_bytes()
+        results = step(*map(tensor, arrays))
+        check(results, [2 * a for a in arrays])
+        return library.khpc_tensorflow_copied_bytes() - before
+
+    library = ctypes.CDLL(backends.library_path("keras_hpc_tensorflow"))
+    library.khpc_tensorflow_copied_bytes.restype = ctypes.c_int64
+    arrays = draw([(5, 3), (300_001,), (7,)])
+    plan = make_plan(request, arrays)
+    assert copied_by(tf.function(lambda *tensors: backend.reduce(plan, [2 * x for x in tensors]))) == 0
+
+    @tf.function
+    def keeping(*tensors):
+        doubled = [2 * x for x in tensors]
+        results = backend.reduce(plan, doubled)
+        with tf.control_dependencies(results):
+            return [result + 0 * kept for result, kept in zip(results, doubled, strict=True)]
+
+    assert copied_by(keeping) == sum(a.nbytes for a in arrays)
 
 
 @pytest.mark.parametrize("static", [True, False], ids=["static", "traced"])
