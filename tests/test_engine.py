@@ -49,6 +49,20 @@ def test_a_plan_with_more_buckets_than_places(nodes, threads):
         check([steps[step] for steps in results], nodes, counts, dtypes, "mean", weights, step)
 
 
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 0, 1]], ids=str)
+def test_a_plan_that_no_cache_holds(nodes):
+    """40 MB, whose results are written past the caches; tensors begin anywhere in a cache line."""
+    counts = [3, 1_000_003, 7_000_001, 17, 2_000_005]
+    dtypes = ["float32"] * len(counts)
+
+    def work(team, rank):
+        arrays = [np.append(np.float32(0), data)[1:] for data in data_of(rank, counts, dtypes)]
+        reduce_plan(team, arrays, dtypes, "mean", False, 1.0)
+        return arrays
+
+    check(run(nodes, work, 0), nodes, counts, dtypes, "mean")
+
+
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("nodes", NODES.values(), ids=NODES.keys())
 def test_tensors_that_live_in_the_segment(nodes, threads):
@@ -335,16 +349,17 @@ def test_misuse_is_an_error():
 @pytest.mark.parametrize("local", [2, 3, 4])
 @pytest.mark.parametrize("count", [2_000_000, 20_000_000])
 def test_memory_of_a_plan(local, count):
-    """On one rank: at most one more copy of the tensors, and 8 MiB of them (and 1 MiB for blocking calls)."""
+    """On one rank: at most one more copy, and 4 MiB of it, 8 across nodes (and 1 MiB for blocking calls)."""
 
-    def work(team, rank):
+    def segment_bytes(team, rank):
         team.plan("p", [("t", "float32", count)], "mean", True)
         report = team.report()
         assert report["plan_bytes"] == 4 * count
-        assert report["segment_bytes"] <= min(4 * count, 8 << 20) + (1 << 20) + 64 * 1024
+        return report["segment_bytes"]
 
-    run([0] * local, work)
-    run([0, 1], work)
+    others = (1 << 20) + 64 * 1024
+    assert max(run([0] * local, segment_bytes)) <= min(4 * count, 4 << 20) + others
+    assert max(run([0, 1], segment_bytes)) <= min(4 * count, 8 << 20) + others
 
 
 def test_trace_records_starts_reductions_and_waits():

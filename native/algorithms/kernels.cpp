@@ -6,6 +6,10 @@
 #include <cstring>
 #include <type_traits>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include "common/error.hpp"
 
 // One binary, every x86-64: the loader picks the version for the processor at hand. (ThreadSanitizer's own start-up
@@ -210,6 +214,23 @@ KHPC_CLONES void copy_shared(void* to, const void* from, size_t nbytes) {
     *reinterpret_cast<Line*>(out + i + 192) = d;
   }
   if (i < nbytes) std::memcpy(out + i, in + i, nbytes - i);
+}
+
+void copy_streaming(void* to, const void* from, size_t nbytes) {
+#if defined(__SSE2__)
+  auto* out = static_cast<std::byte*>(to);
+  const auto* in = static_cast<const std::byte*>(from);
+  size_t i = std::min(nbytes, (64 - reinterpret_cast<uintptr_t>(out) % 64) % 64);
+  std::memcpy(out, in, i);
+  for (; i + 64 <= nbytes; i += 64)  // whole cache lines
+    for (size_t part = 0; part < 64; part += 16)
+      _mm_stream_si128(reinterpret_cast<__m128i*>(out + i + part),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i + part)));
+  std::memcpy(out + i, in + i, nbytes - i);
+  _mm_sfence();  // before anybody is told
+#else
+  std::memcpy(to, from, nbytes);
+#endif
 }
 
 }  // namespace keras_hpc

@@ -28,4 +28,7 @@ void from_16_bits(DType dtype, const void* from, float* to, size_t count);
 // memcpy uses up to some 100 KB, takes twice as long as loads and stores (measured on AMD Zen 4).
 void copy_shared(void* to, const void* from, size_t nbytes);
 
+// A copy from there to memory that is in no cache any more, where it can be written without being read first.
+void copy_streaming(void* to, const void* from, size_t nbytes);
+
 }  // namespace keras_hpc

@@ -18,6 +18,9 @@ constexpr int kInFlight = 4;
 constexpr int kTagsPerPlan = 8;
 constexpr int kTagBlocks = 4000;
 constexpr int kHeaderPlace = kInFlight;
+// The tensors of a larger plan have left the processor's caches when their results come. (Such copies are 5 to 10 %
+// slower for less, and 40 % faster for 200 MB inside of a training step; measured on Intel Sapphire Rapids.)
+constexpr size_t kStreamedBytes = 32 << 20;
 
 }  // namespace
 
@@ -202,10 +205,11 @@ bool Plan::copy_next(LaneState& lane) {
   if (memory_->lowest(Stage::reduced, lane.number, topology_.owners) <= lane.copied) return false;
   if (!in_segment_) {
     const Turn next = memory_->turn(lane.number, lane.copied);
+    const auto copy = tensor_bytes_ > kStreamedBytes ? copy_streaming : copy_shared;
     for (int owner = 0; owner < topology_.owners; ++owner)
       if (owner != topology_.local_rank)
         for_parts(next, owner, [&](std::byte* tensor, size_t offset, size_t nbytes) {
-          copy_shared(tensor, memory_->result(next, owner) + offset, nbytes);
+          copy(tensor, memory_->result(next, owner) + offset, nbytes);
         });
   }
   ++lane.copied;
