@@ -67,7 +67,10 @@ class Plan:
         self.kept: Any = None
 
     def start(self, tensor: int, array: np.ndarray, weight: float = 1.0) -> None:
-        """Starts the reduction of a contiguous array, in place. `wait` ends it."""
+        """Starts the reduction of a contiguous array. `wait` ends it.
+
+        The result replaces it; with `in_segment=True` it replaces what `array` returns, where others are copied to.
+        """
         self._native.start(tensor, bytes_of(array), weight)
 
     def wait(self, tensor: int) -> None:
@@ -75,7 +78,7 @@ class Plan:
         self._native.wait(tensor)
 
     def array(self, tensor: int) -> np.ndarray:
-        """Returns the memory of a tensor of a plan made with `in_segment=True`: what `start` takes."""
+        """Returns the memory of a tensor of a plan made with `in_segment=True`: where its result will be."""
         spec = self.tensors[tensor]
         array: np.ndarray = self._native.memory(tensor).view(dtype_of(spec.dtype)).reshape(spec.shape)
         return array

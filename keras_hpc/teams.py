@@ -104,7 +104,7 @@ class Team:
             weighted: with "mean", weight each rank by the number of samples it gives with each step.
             wire_dtype: "float16" or "bfloat16": round float32 to it between nodes; sums are taken in float32, and all
                 ranks get the same bits.
-            in_segment: the tensors live in memory that the ranks of a node share (`Plan.array`), and nothing is copied.
+            in_segment: the tensors live in memory that the ranks of a node share (`Plan.array`).
             pipelined: steps may get the average of the step before; see native/engine/pipeline.hpp.
 
         Raises:

@@ -133,10 +133,14 @@ class Gradients:
                 f"Keras' own train_step; with several, write a train_step of your own. Received: `{spec.name}`"
             )
         gradient = _checked(gradient, spec)
-        if gradient.data_ptr() != view.data_ptr():
+        on_host = gradient.device.type == "cpu"
+        memory = self._bytes[index]
+        if on_host and not gradient.is_sparse and gradient.is_contiguous():
+            memory = _bytes(gradient.detach())  # the engine copies large ones faster than PyTorch
+        else:
             view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        self._given[index] = view if gradient.device.type == "cpu" else gradient
-        self._start(index, weight)
+        self._given[index] = view if on_host else gradient
+        self._start(index, weight, memory)
         return self._given[index]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -186,15 +190,15 @@ class Gradients:
                 self._came[index] = 1.0
             else:
                 view.zero_()
-                self._start(index, weight)
+                self._start(index, weight, self._bytes[index])
         self._came *= flag
-        self._start(len(self._views), weight)
+        self._start(len(self._views), weight, self._bytes[-1])
         for index in range(len(self.plan.tensors)):
             self.plan.wait(index)
         return given
 
-    def _start(self, index: int, weight: Any) -> None:
-        self.plan.start(index, self._bytes[index], 1.0 if weight is None else float(weight))
+    def _start(self, index: int, weight: Any, memory: np.ndarray) -> None:
+        self.plan.start(index, memory, 1.0 if weight is None else float(weight))
 
 
 def gradients_of(plan: Any) -> Gradients:
@@ -252,5 +256,6 @@ def _dtype(name: str) -> torch.dtype:
 
 def _bytes(x: torch.Tensor) -> np.ndarray:
     """The memory of a contiguous tensor, not a copy."""
-    memory: np.ndarray = x.reshape(-1).view(torch.uint8).numpy()
+    flat = x.as_strided((x.numel(),), (1,))  # a single element may have any stride
+    memory: np.ndarray = flat.view(torch.uint8).numpy()
     return memory

@@ -11,9 +11,9 @@
 //   copy     once all owners have, rank r copies the slices that others reduced from the segment into its tensors and
 //            raises `copied`; when all ranks have, the place is free again.
 // So what goes from rank to rank stays in the processor's caches, however large the tensors are.
-// A plan whose tensors live in the segment themselves copies nothing: the owner adds up its slice of all ranks' tensors
-// where they are, and writes the result into all of them.
-// Each rank moves (L-1)/L of its bytes in and out, L ranks per node. All counters only grow, so nothing is ever reset.
+// A plan whose tensors live in the segment copies nothing but what was somewhere else: the owner adds up its slice of
+// all ranks' tensors where they are, and writes the result into all of them. Each rank moves (L-1)/L of its bytes in
+// and out, L ranks per node. All counters only grow, so nothing is ever reset.
 #pragma once
 #include <atomic>
 #include <deque>
@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "algorithms/allreduce.hpp"
+#include "algorithms/kernels.hpp"
 #include "engine/context.hpp"
 #include "engine/layout.hpp"
 #include "engine/plan_memory.hpp"
@@ -47,7 +48,7 @@ class Plan {
   using AlgorithmFor = std::function<Algorithm(size_t nbytes)>;
 
   // Collective on the team, with the same arguments on every rank. Between nodes, float32 travels as `wire`. With
-  // `in_segment` the tensors live in memory(), and start takes no other.
+  // `in_segment` the tensors live in memory(), where start copies others to.
   Plan(const TeamContext& team, int number, std::string name, std::vector<TensorSpec> tensors, Op op, bool weighted,
        int lanes, std::optional<DType> wire, bool in_segment, const AlgorithmFor& algorithm_for, Transport& transport,
        Channel& control);
@@ -124,7 +125,9 @@ class Plan {
   const bool weighted_;
   const std::optional<DType> wire_;
   Layout layout_;
-  size_t tensor_bytes_ = 0;            // without the gaps between tensors
+  size_t tensor_bytes_ = 0;  // without the gaps between tensors
+  // To where the framework will read it, not soon.
+  void (*copy_tensor_)(void* to, const void* from, size_t nbytes) = copy_shared;
   std::vector<Algorithm> algorithms_;  // [bucket] of its slices between nodes
   const bool in_segment_;
   std::optional<PlanMemory> memory_;  // none where one rank has the result already
