@@ -272,82 +272,6 @@ def test_two_plans_in_opposite_orders_do_not_deadlock():
             run(nodes, work, threads)
 
 
-def test_a_mismatch_names_the_first_difference():
-    def plans(team, rank):
-        with pytest.raises(_native.PlanMismatchError, match=r"number 2: .*dense/bias: 3 x float32' on rank 1"):
-            team.plan("p", [("a", "float32", 1), ("dense/bias", "float32", 3 if rank == 1 else 4)], "sum", False)
-
-    def calls(team, rank):
-        x = np.zeros(3 + (rank == 1), np.float32)
-        with pytest.raises(_native.Error, match=r"(disagree|sum of 4 x float32)"):
-            team.allreduce(as_bytes(x), "float32", "sum")
-
-    run([0, 0, 0], plans)
-    run([0, 1, 1], plans)
-    run([0, 0], calls)
-    run([0, 1], calls)
-
-
-@pytest.mark.parametrize("before", [10, 5_000_000])
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_rank_that_does_not_come_is_named_after_the_time_limit(before, begun):
-    """Also where the tensor is far from the first that has a place in shared memory, 20 MB before it."""
-    text = r"dense/kernel.*gradients.*step 1.*Missing, as far as this rank sees: rank 2\."
-
-    def work(team, rank):
-        plan = team.plan("gradients", [("embedding", "float32", before), ("dense/kernel", "float32", 10)], "mean", True)
-        if rank != 2 or begun:
-            plan.start(0, as_bytes(np.zeros(before, np.float32)))
-        if rank != 2:
-            plan.start(1, as_bytes(np.zeros(10, np.float32)))
-            with pytest.raises(_native.TimeoutError, match=text):
-                plan.wait(1)
-
-    for threads in (0, 1):
-        run([0, 0, 0], work, threads, timeout=0.3)
-
-
-def test_a_rank_that_left_is_an_error_at_once():
-    def work(team, rank):
-        plan = team.plan("gradients", [("t", "float32", 10)], "mean", True)
-        if rank == 1:
-            team.leave()
-        else:
-            plan.start(0, as_bytes(np.zeros(10, np.float32)))
-            with pytest.raises(_native.Error, match="rank 1 has already left"):
-                plan.wait(0)
-
-    for threads in (0, 1):
-        run([0, 0, 0], work, threads, timeout=30)
-
-
-def test_misuse_is_an_error():
-    def work(team, rank):
-        plan = team.plan("p", [("t", "float32", 10)], "sum", False)
-        x = np.zeros(10, np.float32)
-        with pytest.raises(_native.Error, match="not started"):
-            plan.wait(0)
-        plan.start(0, as_bytes(x))
-        with pytest.raises(_native.Error, match="started twice"):
-            plan.start(0, as_bytes(x))
-        plan.wait(0)
-        with pytest.raises(IndexError):
-            plan.start(1, as_bytes(x))
-        with pytest.raises(ValueError, match=r"40 bytes in the plan. Received: 44"):
-            plan.start(0, as_bytes(np.zeros(11, np.float32)))
-        with pytest.raises(TypeError):
-            plan.start(0, np.zeros(20, np.float32)[::2])
-        with pytest.raises(_native.Error, match="Received: complex64"):
-            team.plan("q", [("t", "complex64", 1)], "sum", False)
-
-    run([0], work)
-    team = _native.Team(_native.in_process_transports([0])[0], 0, 0, 1.0, 1.0)
-    plan = team.plan("p", [("t", "float32", 10)], "sum", False)
-    team.close()
-    with pytest.raises(_native.Error, match="closed"):
-        plan.start(0, np.zeros(40, np.uint8))
-
-
 @pytest.mark.parametrize("local", [2, 3, 4])
 @pytest.mark.parametrize("count", [2_000_000, 20_000_000])
 def test_memory_of_a_plan(local, count):
@@ -393,14 +317,3 @@ def test_many_steps_leave_nothing_behind():
 
     run([0, 0], work)
     assert threading.active_count() == before
-
-
-def test_a_collective_that_a_rank_never_joins_is_an_error_soon():
-    def work(team, rank):
-        if rank == 1:
-            team.leave()
-        else:
-            with pytest.raises(_native.Error, match="in barrier, but one has already left"):
-                team.barrier()
-
-    run([0, 0], work, timeout=30)

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 import keras_hpc
 from keras_hpc import backends
+from keras_hpc.backends import library_path
 from keras_hpc.plans import TensorSpec
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
@@ -160,7 +161,7 @@ def test_what_nobody_else_holds_is_reduced_where_it_lies(request):
         check(results, [2 * a for a in arrays])
         return library.khpc_tensorflow_copied_bytes() - before
 
-    library = ctypes.CDLL(backends.library_path("keras_hpc_tensorflow"))
+    library = ctypes.CDLL(library_path("keras_hpc_tensorflow"))
     library.khpc_tensorflow_copied_bytes.restype = ctypes.c_int64
     arrays = draw([(5, 3), (300_001,), (7,)])
     plan = make_plan(request, arrays)
