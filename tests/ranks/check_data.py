@@ -223,6 +223,22 @@ def test_torch_data_loader(shuffle, mode):
     assert adapter.num_batches == (-(-5 // job().size) if mode == "local" else 5)
 
 
+def test_epochs_of_a_single_step_take_other_samples(mode):
+    """Each epoch marks the samples of its only step in the weights: input i is one in sample i alone."""
+    torch = pytest.importorskip("torch")
+    data = torch.utils.data.TensorDataset(torch.eye(SAMPLES), torch.ones(SAMPLES, 1))
+    batch = 32 // job().size if mode == "local" else 32
+    dropping = torch.utils.data.DataLoader(data, batch_size=batch, shuffle=True, drop_last=True)
+    model = keras.Sequential([keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    model.compile(keras.optimizers.SGD(1.0), "mse")
+    weights = [np.zeros((SAMPLES, 1))]
+    keep = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: weights.append(model.get_weights()[0]))
+    model.fit(dropping, epochs=3, verbose=0, callbacks=[keep])
+    taken = [tuple(np.flatnonzero(after != before)) for before, after in itertools.pairwise(weights)]
+    assert [len(samples) for samples in taken] == [32, 32, 32]
+    assert len(set(taken)) == 3
+
+
 def test_torch_loader_of_a_stream(mode):
     torch = pytest.importorskip("torch")
 

@@ -121,6 +121,10 @@ class ShardedArrays(DataAdapter):  # type: ignore[misc]
         options.experimental_optimization.apply_default_optimizations = False
         return dataset.with_options(options).prefetch(2)
 
+    def on_epoch_end(self) -> None:
+        """Keras calls it."""
+        self.passes.end()
+
     @property
     def num_batches(self) -> int:
         """Steps in a pass."""

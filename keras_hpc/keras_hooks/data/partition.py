@@ -74,6 +74,10 @@ class Passes:
             self.next += 1
         return self.running, first
 
+    def end(self) -> None:
+        """Must be called when an epoch ends: of a pass of one step nobody has asked for more than the first batch."""
+        self.next = self.running + 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Partition:

@@ -86,6 +86,11 @@ class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc]
         """Nothing cheap can be compared."""
         return 0
 
+    def on_epoch_end(self) -> None:
+        """Keras calls it."""
+        super().on_epoch_end()
+        self.passes.end()
+
     def _get_iterator(self) -> Iterator[Any]:
         source, place = self.py_dataset.source, self.py_dataset.place
         epoch, first = self.passes.begin()

@@ -56,6 +56,11 @@ class ShardedDataLoader(TorchDataLoaderAdapter):  # type: ignore[misc]
         """Nothing cheap can be compared."""
         return 0
 
+    def on_epoch_end(self) -> None:
+        """Keras calls it."""
+        super().on_epoch_end()
+        self.passes.end()
+
 
 def reads_its_own_part(loader: DataLoader[Any]) -> bool:
     """Whether the user has sharded the loader already."""
