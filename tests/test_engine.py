@@ -136,6 +136,12 @@ def test_a_pipelined_step_must_be_whole():
         plan.start(0, as_bytes(np.zeros(1, np.float32)))
         with pytest.raises(_native.Error, match="before all of its tensors were started"):
             plan.wait(0)
+        with pytest.raises(_native.Error, match=r"'a' of plan 'test'.*started twice without a wait"):
+            plan.start(0, as_bytes(np.zeros(1, np.float32)))
+        plan.start(1, as_bytes(np.zeros(1, np.float32)))
+        plan.wait(1)
+        with pytest.raises(_native.Error, match=r"'b' of plan 'test'.*waited for but not started"):
+            plan.wait(1)
         ordinary = team.plan("ordinary", [("a", "float32", 1)], "sum", False)
         with pytest.raises(_native.Error, match="not pipelined"):
             ordinary.set_schedule(0, 1)

@@ -87,14 +87,24 @@ def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = 
             tf.convert_to_tensor(active, tf.bool), lambda: reduce(plan, unchanged, weight), lambda: unchanged
         )
         return chosen
+    return _wait(plan, _start(plan, tensors, weight))
+
+
+def _start(plan: Any, tensors: Sequence[Any], weight: Any) -> list[tf.Tensor]:
     weight = tf.constant(1.0, tf.float64) if weight is None else tf.cast(weight, tf.float64)
     # Nothing is started before everything is checked: a plan that is started in part can never be completed.
     tensors = [_checked(x, spec) for x, spec in zip(tensors, plan.tensors, strict=True)]
-    started = [_ops.khpc_start(x, weight, plan=plan.id, tensor=i) for i, x in enumerate(tensors)]
-    reduced = [_ops.khpc_wait(x, plan=plan.id, tensor=i) for i, x in enumerate(started)]
-    for x, spec in zip(reduced, plan.tensors, strict=True):
+    return [_ops.khpc_start(x, weight, plan=plan.id, tensor=i) for i, x in enumerate(tensors)]
+
+
+def _wait(plan: Any, started: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    return _shaped(plan, [_ops.khpc_wait(x, plan=plan.id, tensor=i) for i, x in enumerate(started)])
+
+
+def _shaped(plan: Any, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    for x, spec in zip(tensors, plan.tensors, strict=True):
         x.set_shape(spec.shape)
-    return reduced
+    return tensors
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -104,28 +114,29 @@ def turn(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = No
     Returns:
         What the first update of this step applies, and how many updates it makes, a scalar tensor: 0, 1 or 2.
     """
-    reduced = reduce(plan, tensors, weight)
+    started = _start(plan, tensors, weight)
+    # Before the waits: so a variable can be updated as soon as its own gradient is there.
     updates = _ops.khpc_updates(plan=plan.id)
     updates.set_shape(())
-    return reduced, updates
+    return _wait(plan, started), updates
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def repeat(plan: Any, updates: Any, reduced: Sequence[Any], update: Callable[[list[Any]], None]) -> None:
     """Makes the updates of a step: calls `update` with what each applies. Collective."""
 
-    def second() -> list[tf.Tensor]:
+    def first() -> tf.Operation:
+        update(list(reduced))
+        return tf.no_op()
+
+    def second() -> tf.Operation:
         values = [_ops.khpc_second(x, plan=plan.id, tensor=i) for i, x in enumerate(reduced)]
-        for x, spec in zip(values, plan.tensors, strict=True):
-            x.set_shape(spec.shape)
-        return values
+        update(_shaped(plan, values))
+        return tf.no_op()
 
-    def body(number: Any) -> list[tf.Tensor]:
-        values = tf.cond(tf.equal(number, 0), lambda: list(reduced), second)
-        update([values] if isinstance(values, tf.Tensor) else list(values))
-        return [number + 1]
-
-    tf.while_loop(lambda number: number < updates, body, [tf.constant(0)], parallel_iterations=1)
+    # Traced twice, because a loop would hold what it is given, and no operation could then work in its place.
+    tf.cond(updates > 0, first, tf.no_op)
+    tf.cond(updates > 1, second, tf.no_op)
 
 
 def allgather_rows(team: Any, tensor: Any) -> tf.Tensor:

@@ -45,7 +45,11 @@ struct Pipeline::Continuation {
 };
 
 Pipeline::Pipeline(Team& team, Plan& plan)
-    : team_(team), plan_(plan), memory_(plan.memory()), data_(static_cast<size_t>(plan.layout().tensor_count())) {}
+    : team_(team),
+      plan_(plan),
+      memory_(plan.memory()),
+      data_(static_cast<size_t>(plan.layout().tensor_count())),
+      awaited_(data_.size()) {}
 
 void Pipeline::set_schedule(uint64_t synchronous, uint64_t pipelined) {
   const std::lock_guard lock(mutex_);
@@ -64,12 +68,15 @@ void Pipeline::start_memory(int tensor) {
 void Pipeline::start(int tensor, void* data, double weight) {
   {
     const std::lock_guard lock(mutex_);
+    if (awaited_[static_cast<size_t>(tensor)])
+      throw Error(plan_.describe(tensor) + " was started twice without a wait in between.");
     if (started_ == 0) {
       synchronous_now_ = step_ < first_ || step_ >= end_;
+      updates_ = static_cast<int>(outstanding_) + static_cast<int>(synchronous_now_);
       weight_ = weight;
-      turned_ = false;
     }
     ++started_;
+    awaited_[static_cast<size_t>(tensor)] = true;
     data_[static_cast<size_t>(tensor)] = data;
   }
   if (!early()) return;
@@ -93,31 +100,37 @@ void Pipeline::land() {
 }
 
 // The memory holds the average of the step before, or of this one if it was started early; or nothing.
-void Pipeline::turn() {
-  const bool mine = early();
-  for (int t = 0; t < count(); ++t) {
-    auto* data = static_cast<std::byte*>(data_[static_cast<size_t>(t)]);
-    if (mine)
-      std::memcpy(data, memory(t), nbytes(t));
-    else if (outstanding_)
-      swap_memory(data, memory(t), nbytes(t));
-    else
-      std::memcpy(memory(t), data, nbytes(t));
-  }
-  updates_ = mine ? 1 : static_cast<int>(outstanding_) + static_cast<int>(synchronous_now_);
-  turned_ = true;
-  if (mine) return;
+void Pipeline::turn(int tensor) {
+  if (!awaited_[static_cast<size_t>(tensor)])
+    throw Error(plan_.describe(tensor) + " was waited for but not started.");
+  awaited_[static_cast<size_t>(tensor)] = false;
+  auto* data = static_cast<std::byte*>(data_[static_cast<size_t>(tensor)]);
+  if (early())
+    std::memcpy(data, memory(tensor), nbytes(tensor));
+  else if (outstanding_)
+    swap_memory(data, memory(tensor), nbytes(tensor));
+  else
+    std::memcpy(memory(tensor), data, nbytes(tensor));
+  if (!early()) start_memory(tensor);
+  if (++turned_ < count()) return;
+  turned_ = 0;
+  if (early()) return;
   outstanding_ = true;
   landed_ = false;
   taken_ = 0;
-  for (int t = 0; t < count(); ++t) start_memory(t);
 }
 
-void Pipeline::wait(int) {
-  if (turned_) return;
-  begin_turn();
-  if (outstanding_ || early()) land();
-  turn();
+// One after the other, so that a framework can make the updates of a tensor while it is still in the caches.
+void Pipeline::wait(int tensor) {
+  if (turned_ == 0) {
+    begin_turn();
+    if (outstanding_ || early()) land();
+  }
+  turn(tensor);
+}
+
+void Pipeline::turn_all() {
+  for (int t = 0; t < count(); ++t) turn(t);
 }
 
 bool Pipeline::land_async(std::function<void()> then, Done done, void* arg) {
@@ -134,8 +147,8 @@ bool Pipeline::land_async(std::function<void()> then, Done done, void* arg) {
 bool Pipeline::wait_all_async(Done done, void* arg) {
   if (team_.threads() == 0) return false;
   begin_turn();
-  if (outstanding_ || early()) return land_async([this] { turn(); }, done, arg);
-  turn();
+  if (outstanding_ || early()) return land_async([this] { turn_all(); }, done, arg);
+  turn_all();
   done(arg, nullptr);
   return true;
 }

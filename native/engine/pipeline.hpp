@@ -35,7 +35,7 @@ class Pipeline {
   // Calls `done` when it is so, from a thread of the engine or this one. False if the team has no thread.
   using Done = void (*)(void* arg, const char* error);
   bool wait_all_async(Done done, void* arg);
-  // How many updates the step makes, once it has been waited for: 0, 1 or 2.
+  // How many updates the step makes, once a tensor has been started: 0, 1 or 2.
   int updates() const { return updates_; }
   // What the second update applies, into one buffer for each tensor.
   void second(int tensor, void* data);
@@ -56,7 +56,8 @@ class Pipeline {
   int count() const { return plan_.layout().tensor_count(); }
   bool early() const { return synchronous_now_ && !outstanding_; }  // tensors are started as they come
   void begin_turn();
-  void turn();
+  void turn(int tensor);
+  void turn_all();
   void start_memory(int tensor);
   void land();  // blocks until the memory holds an average
   void take_second(int tensor, void* data);
@@ -67,13 +68,14 @@ class Pipeline {
   std::shared_ptr<std::byte> memory_;
   std::mutex mutex_;
   std::vector<void*> data_;
+  std::vector<char> awaited_;  // tensors that were started and not waited for
   double weight_ = 1;
   int started_ = 0;
   int taken_ = 0;
   uint64_t step_ = 0;
   uint64_t first_ = 0, end_ = 0;  // the pipelined steps
   bool synchronous_now_ = true;   // this step
-  bool turned_ = false;           // this step
+  int turned_ = 0;                // tensors of this step, that were waited for
   bool outstanding_ = false;      // the memory holds an average, or will, that no update has applied
   bool landed_ = false;           // it does
   int updates_ = 0;

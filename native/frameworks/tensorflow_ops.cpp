@@ -3,7 +3,7 @@
 //
 //   KhpcStart(x, weight) -> y    hands x's buffer to the engine and returns at once
 //   KhpcWait(y) -> z             blocks until the buffer holds the reduced values
-//   KhpcUpdates() -> count       how many updates a pipelined step makes, after its waits
+//   KhpcUpdates() -> count       how many updates a pipelined step makes, after its starts
 //   KhpcSecond(z) -> w           the average that the second of two updates applies
 //   KhpcAllgather(x) -> rows     the rows of all ranks, in rank order
 //

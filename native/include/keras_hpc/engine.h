@@ -34,7 +34,7 @@ KHPC_API int khpc_wait(int plan, int tensor);
 KHPC_API int khpc_wait_all_async(int plan, void (*done)(void* arg, const char* error), void* arg);
 
 // For pipelined plans, whose steps may apply the average of the step before (see engine/pipeline.hpp). How many updates
-// the step makes that has just been waited for, 0 to 2; always 1 for others; -1 on error.
+// the step makes that has been started, 0 to 2; always 1 for others; -1 on error.
 KHPC_API int khpc_updates(int plan);
 
 // The second of two updates: blocks until its average is known, and copies it. Of every tensor, or of all at once as
