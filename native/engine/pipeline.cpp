@@ -101,8 +101,7 @@ void Pipeline::land() {
 
 // The memory holds the average of the step before, or of this one if it was started early; or nothing.
 void Pipeline::turn(int tensor) {
-  if (!awaited_[static_cast<size_t>(tensor)])
-    throw Error(plan_.describe(tensor) + " was waited for but not started.");
+  if (!awaited_[static_cast<size_t>(tensor)]) throw Error(plan_.describe(tensor) + " was waited for but not started.");
   awaited_[static_cast<size_t>(tensor)] = false;
   auto* data = static_cast<std::byte*>(data_[static_cast<size_t>(tensor)]);
   if (early())
