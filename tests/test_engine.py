@@ -149,6 +149,29 @@ def test_a_pipelined_step_must_be_whole():
     run([0], work)
 
 
+def test_a_step_that_is_not_over_gives_no_average_away():
+    def work(team, rank):
+        plan = team.plan("test", [("a", "float32", 1), ("b", "float32", 1)], "sum", False, pipelined=True)
+        plan.set_schedule(0, 9)
+        arrays = [as_bytes(np.full(1, rank + 1.0, np.float32)) for _ in range(2)]
+        for waits in (2, 1):
+            for i in range(2):
+                plan.start(i, arrays[i])
+            for i in range(waits):
+                plan.wait(i)
+        with pytest.raises(_native.Error, match="is not over: no average can be taken"):
+            plan.take(arrays, False)
+        with pytest.raises(_native.Error, match="is not over: no average can be put"):
+            plan.put(arrays)
+        plan.wait(1)
+        seen = [np.empty(1, np.float32) for _ in range(2)]
+        assert plan.take([as_bytes(x) for x in seen], False)
+        return np.concatenate(seen).tolist(), np.concatenate(arrays).view(np.float32).tolist()
+
+    # Gradients 1 and 2 on two ranks; the second step's are what the first one, which has no average, left in place.
+    assert run([0, 0], work) == [([3.0, 3.0], [3.0, 3.0])] * 2
+
+
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("nodes", [NODES["3 on 1"], NODES["3 x 1"], NODES["1 + 3"]], ids=["node", "network", "uneven"])

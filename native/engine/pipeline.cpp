@@ -173,6 +173,8 @@ bool Pipeline::second_async(const std::vector<void*>& data, Done done, void* arg
 
 bool Pipeline::take(const std::vector<void*>& data, bool keep) {
   if (!outstanding_) return false;
+  if (turned_ > 0)  // the memory holds some averages, and some gradients
+    throw Error("A step of plan '" + plan_.name() + "' is not over: no average can be taken from it.");
   land();
   for (int t = 0; t < count(); ++t) std::memcpy(data[static_cast<size_t>(t)], memory(t), nbytes(t));
   outstanding_ = keep;
@@ -180,7 +182,7 @@ bool Pipeline::take(const std::vector<void*>& data, bool keep) {
 }
 
 void Pipeline::put(const std::vector<const void*>& data) {
-  if (started_ > 0 || (outstanding_ && !landed_))
+  if (started_ > 0 || turned_ > 0 || (outstanding_ && !landed_))
     throw Error("A step of plan '" + plan_.name() + "' is not over: no average can be put into it.");
   for (int t = 0; t < count(); ++t) std::memcpy(memory(t), data[static_cast<size_t>(t)], nbytes(t));
   outstanding_ = true;
