@@ -38,7 +38,7 @@ largebatch: .venv/stamp-demo  ## train with batches of 64 to 4,096 by SGD and by
 test-mpi: .venv/stamp-test  ## train on 2 hosts with every MPI, by mpiexec and srun (root; Slurm; Debian's mpich, openmpi-bin)
 	$(BIN)/python -m pytest --every-mpi -m mpi tests/cluster/test_mpis.py $(PYTEST_ARGS)
 
-BENCH := $(BIN)/python -m keras_hpc bench
+BENCH := $(BIN)/python -m benchmarks
 PAGE := $(BENCH) page docs/performance/*.json --out docs/performance.md
 
 bench: .venv/stamp-demo  ## measure the engine against the MPI library, and training steps; writes docs/performance.md

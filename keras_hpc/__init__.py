@@ -12,8 +12,9 @@ if _util.find_spec("keras_hpc._native") is None:
         f"root unless you installed with `pip install -e`. Received: keras_hpc from {__path__[0]}"
     )
 
-from keras_hpc.collectives import allgather, allreduce, average, barrier, broadcast, check_replicas, empty
-from keras_hpc.configuration import configure_team, drain
+from keras_hpc.api.collectives import allgather, allreduce, average, barrier, broadcast, check_replicas, empty
+from keras_hpc.api.lifecycle import finalize, init
+from keras_hpc.api.teams import configure_team, drain
 from keras_hpc.errors import (
     CommunicationError,
     CommunicationTimeoutError,
@@ -22,9 +23,8 @@ from keras_hpc.errors import (
     PlanMismatchError,
     ReplicaMismatchError,
 )
-from keras_hpc.runtime import (
-    finalize,
-    init,
+from keras_hpc.job.current import (
+    assign_team,
     is_initialized,
     local,
     local_rank,
@@ -34,7 +34,6 @@ from keras_hpc.runtime import (
     rank,
     size,
 )
-from keras_hpc.teams import assign_team
 
 __version__ = "0.1.0"
 
@@ -73,7 +72,7 @@ __all__ = [
 if not _typing.TYPE_CHECKING:
 
     def __getattr__(name: str):
-        """Imports these when they are asked for: they need Keras, and `python -m keras_hpc bench` does not."""
+        """Imports these when they are asked for: they need Keras, and `python -m keras_hpc plan` does not."""
         if name in ("callbacks", "optimizers", "schedules"):
             return _importlib.import_module(f"keras_hpc.{name}")
         raise AttributeError(f"module 'keras_hpc' has no attribute {name!r}")

@@ -4,7 +4,7 @@
 import argparse
 import sys
 
-from keras_hpc.cli import bench, doctor, plan, run, template
+from keras_hpc.tools import doctor, plan, run, template
 
 
 def main() -> int:
@@ -12,7 +12,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m keras_hpc", description="Tools of keras_hpc.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor.add_command(commands)
-    bench.add_command(commands)
     run.add_command(commands)
     plan.add_command(commands)
     template.add_command(commands)

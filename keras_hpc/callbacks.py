@@ -8,8 +8,9 @@ import os
 from typing import Any
 
 import keras
+import numpy as np
 
-from keras_hpc import collectives, report, runtime, teams
+from keras_hpc.job import current, meter
 
 
 class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
@@ -62,9 +63,9 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self.keep = keep
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Refuses to train where nothing would be saved. All else is called from `keras_hooks.resume`."""
-        runtime.job()
-        if runtime.is_local():
+        """Refuses to train where nothing would be saved. All else is called from `keras_hooks.fit`."""
+        current.job()
+        if current.is_local():
             raise RuntimeError(
                 "Checkpoint saves what all ranks hold. Expected a `fit` outside of `keras_hpc.local()`, where "
                 "BackupAndRestore of Keras works. Received: a `fit` inside"
@@ -86,14 +87,16 @@ class CommunicationReport(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins to count."""
-        self._team = teams.team_of(self.model) if runtime.is_initialized() else None
-        self._meter = None if self._team is None else report.Meter(self._team)
+        self._team = current.team_of(self.model) if current.is_initialized() else None
+        self._meter = None if self._team is None else meter.Meter(self._team)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Adds the figures of the epoch to `logs`."""
         if logs is not None and self._team is not None and self._meter is not None:
             own = self._meter.read().logs(self._team.index)
-            logs.update(collectives.average(own, team=self._team.index))
+            values = np.array(list(own.values()), np.float64)
+            self._team.allreduce(values, "mean")
+            logs.update(zip(own, values.tolist(), strict=True))
 
 
 class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc]
@@ -152,7 +155,7 @@ class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc]
             self._set(self._epoch + (batch + 1) / steps)
 
     def _set(self, progress: float) -> None:
-        scale = self.scale if self.scale is not None else runtime.size() if runtime.is_initialized() else 1
+        scale = self.scale if self.scale is not None else current.size() if current.is_initialized() else 1
         share = min(1.0, progress / self.epochs) if self.epochs else 1.0
         if hasattr(self.model, "jax_state_sync"):
             # During an epoch JAX keeps the values elsewhere. This brings them back, and Keras takes them from there.

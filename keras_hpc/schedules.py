@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_hpc import runtime
+from keras_hpc.job import current
 
 
 @keras.saving.register_keras_serializable(package="keras_hpc")
@@ -109,7 +109,7 @@ def square_root_scaling(learning_rate: float, factor: float | None = None) -> fl
 
 def _factor(factor: float | None) -> float:
     if factor is None:
-        return runtime.size() if runtime.is_initialized() else 1
+        return current.size() if current.is_initialized() else 1
     if factor <= 0:
         raise ValueError(f"The batch grows by a factor. Expected a positive number. Received: factor={factor}")
     return factor

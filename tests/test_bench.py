@@ -1,4 +1,4 @@
-"""`python -m keras_hpc bench`: what it writes. How fast anything is, no test says."""
+"""`python -m benchmarks`: what it writes. How fast anything is, no test says."""
 
 import json
 import shutil
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from keras_hpc.bench.hosts import Hosts, HostsError
+from benchmarks.hosts import Hosts, HostsError
 
 pytestmark = pytest.mark.mpi
 
 
 def test_allreduce_starts_its_ranks_and_writes_reports(run_ranks, tmp_path):
     report, chart = tmp_path / "report.json", tmp_path / "chart.png"
-    args = ["-m", "keras_hpc", "bench", "allreduce", "--ranks", "2", "--bytes", "4,2Ki,64Ki,1Mi", "--seconds", "0.1"]
+    args = ["-m", "benchmarks", "allreduce", "--ranks", "2", "--bytes", "4,2Ki,64Ki,1Mi", "--seconds", "0.1"]
     text = run_ranks(1, [*args, "--json", report, "--plot", chart], mpi=False).output
     content = json.loads(report.read_text())
     assert (content["ranks"], content["nodes"]) == (2, 1)
@@ -34,13 +34,13 @@ def test_allreduce_starts_its_ranks_and_writes_reports(run_ranks, tmp_path):
     assert text.count("speed-up") == 1, "only rank 0 prints"
 
     page = tmp_path / "page.md"
-    run_ranks(1, ["-m", "keras_hpc", "bench", "page", report, "--out", page], mpi=False)
+    run_ranks(1, ["-m", "benchmarks", "page", report, "--out", page], mpi=False)
     assert page.read_text().count("\n| ") == 13  # with the header
 
 
 def test_allreduce_uses_the_ranks_it_is_started_with(run_ranks, tmp_path):
     report = tmp_path / "report.json"
-    args = ["-m", "keras_hpc", "bench", "allreduce", "--bytes", "256,128Ki", "--seconds", "0.1", "--json", report]
+    args = ["-m", "benchmarks", "allreduce", "--bytes", "256,128Ki", "--seconds", "0.1", "--json", report]
     run_ranks(3, args, env={"MPIR_CVAR_NUM_CLIQUES": "2"})
     content = json.loads(report.read_text())
     assert (content["ranks"], content["nodes"]) == (3, 2)
@@ -54,7 +54,7 @@ def test_allreduce_makes_hosts(run_ranks, tmp_path):
     except HostsError as why:
         pytest.skip(str(why))
     report = tmp_path / "report.json"
-    args = ["-m", "keras_hpc", "bench", "allreduce", "--ranks", "2", "--hosts", "2", "--bytes", "4,1Mi"]
+    args = ["-m", "benchmarks", "allreduce", "--ranks", "2", "--hosts", "2", "--bytes", "4,1Mi"]
     args += ["--seconds", "0.1", "--mbit", "2000", "--wire-dtype", "bfloat16", "--json", report]
     run_ranks(1, args, mpi=False, env={"TMPDIR": str(tmp_path)})
     content = json.loads(report.read_text())
@@ -76,7 +76,7 @@ def test_hosts_end_with_the_process_that_made_them():
     except HostsError as why:
         pytest.skip(str(why))
     script = (
-        "import os; from keras_hpc.bench.hosts import Hosts; h = Hosts(2, 100).__enter__(); "
+        "import os; from benchmarks.hosts import Hosts; h = Hosts(2, 100).__enter__(); "
         "print(*[k.pid for k in h._keepers.values()], h._folder, flush=True); os._exit(1)"
     )
     words = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False).stdout.split()
@@ -89,7 +89,7 @@ def test_hosts_end_with_the_process_that_made_them():
 
 def test_overlap(run_ranks, tmp_path):
     report, page = tmp_path / "report.json", tmp_path / "page.md"
-    args = ["-m", "keras_hpc", "bench", "overlap", "--compute-ms", "1", "--steps", "5", "--bytes", "64Ki"]
+    args = ["-m", "benchmarks", "overlap", "--compute-ms", "1", "--steps", "5", "--bytes", "64Ki"]
     text = run_ranks(1, [*args, "--ranks", "2", "--json", report], mpi=False).output
     content = json.loads(report.read_text())
     assert [row["strategy"] in text for row in content["rows"]] == [True] * 6
@@ -98,7 +98,7 @@ def test_overlap(run_ranks, tmp_path):
         assert row["bytes"] == 65536
         assert row["ratio"] == pytest.approx(row["step_ms"] / row["compute_ms"], rel=0.1)
         assert min(row["compute_ms"], row["alone_ms"], row["step_ms"]) > 0
-    run_ranks(1, ["-m", "keras_hpc", "bench", "page", report, "--out", page], mpi=False)
+    run_ranks(1, ["-m", "benchmarks", "page", report, "--out", page], mpi=False)
     assert page.read_text().count("\n| ") == 7
 
 
@@ -116,5 +116,5 @@ def test_overlap(run_ranks, tmp_path):
     ],
 )
 def test_wrong_use_is_explained(words, ranks, said, run_ranks):
-    output = run_ranks(ranks, ["-m", "keras_hpc", "bench", *words], mpi=ranks > 1, expect_failure=True).output
+    output = run_ranks(ranks, ["-m", "benchmarks", *words], mpi=ranks > 1, expect_failure=True).output
     assert said in output

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from launch import ROOT, child_environment, launch
 
+from benchmarks import page
 from examples.cnn import benchmark, networks
-from keras_hpc.bench import page
 
 
 def _rank(step, **parts):

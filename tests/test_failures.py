@@ -65,7 +65,9 @@ def test_a_rank_that_fails_in_the_middle_of_a_call_ends_the_job(how, nodes, run_
 
 def test_abort_waits_until_its_output_was_read():
     # A launcher that is slow to read must not lose the reason: MPI_Abort kills it with what it has not read.
-    script = "import sys; from keras_hpc import shutdown; sys.stderr.write('why'); shutdown.wait_for_readers()"
+    script = (
+        "import sys; from keras_hpc.job import exit as job_exit; sys.stderr.write('why'); job_exit.wait_for_readers()"
+    )
     with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         select.select([process.stderr], [], [], 30)

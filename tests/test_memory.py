@@ -60,7 +60,7 @@ def test_steps_need_no_new_pages(backend):
     ids=str,
 )
 def test_what_the_user_has_set_stays(env, run_ranks):
-    code = "from keras_hpc import memory; print('KEPT', memory.keep_freed())"
+    code = "from keras_hpc.job import resources; print('KEPT', resources.keep_freed())"
     assert "KEPT False" in run_ranks(1, ["-c", code], env=env, mpi=False).output
     assert "KEPT True" in run_ranks(1, ["-c", code], mpi=False).output
 
@@ -68,14 +68,14 @@ def test_what_the_user_has_set_stays(env, run_ranks):
 def test_what_loading_left_is_given_back(run_ranks):
     code = """
 import numpy as np
-from keras_hpc import memory
+from keras_hpc.job import resources
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
-memory.keep_freed()
+resources.keep_freed()
 held = [np.ones(2**20) for _ in range(64)]  # 512 MiB
 held = held[1::2] + held[-1:]  # with holes
 before = resident()
-memory.give_back()
+resources.give_back()
 print("FELL", int(before - resident()))
 """
     output = run_ranks(1, ["-c", code], mpi=False).output

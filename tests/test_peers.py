@@ -6,8 +6,8 @@ import sys
 import pytest
 from launch import child_environment, launch
 
+from benchmarks import page
 from benchmarks.peers import compare
-from keras_hpc.bench import page
 
 
 def test_times_are_those_of_each_rank():

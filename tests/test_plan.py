@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from keras_hpc.cli import plan
+from keras_hpc.tools import plan
 
 # ResNet50 on ImageNet, 1,024 nodes: Kurth et al., "TensorFlow at Scale", give 14.9 GB/s.
 IMAGENET = plan.Job(

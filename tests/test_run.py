@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from launch import ROOT, child_environment
 
-from keras_hpc.bench.hosts import Hosts, HostsError
+from benchmarks.hosts import Hosts, HostsError
 
 pytestmark = pytest.mark.mpi
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from in_process import as_bytes, run
 
-from keras_hpc import selection
+from keras_hpc.job import tuning_cache
 
 
 def reduce_and_tell(team, rank):
@@ -58,8 +58,8 @@ def test_float16_goes_another_way_than_the_library_which_has_none():
 
 
 def test_wishes():
-    assert selection.parse("") == []
-    assert selection.parse("private:0-1Ki=slot, 1Ki-=staged; segment:0-=push;network:0-=ring") == [
+    assert tuning_cache.parse("") == []
+    assert tuning_cache.parse("private:0-1Ki=slot, 1Ki-=staged; segment:0-=push;network:0-=ring") == [
         ["private", 0, 1024, "slot"],
         ["private", 1024, 2**63, "staged"],
         ["segment", 0, 2**63, "push"],
@@ -75,7 +75,7 @@ def test_wishes():
         "private:0-=slot",
     ):
         with pytest.raises(ValueError, match=r"KERAS_HPC_ALLREDUCE.*Received"):
-            selection.parse(wrong)
+            tuning_cache.parse(wrong)
 
 
 @pytest.mark.mpi

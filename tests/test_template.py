@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launch import child_environment
 
-from keras_hpc.bench.hosts import Hosts, HostsError
+from benchmarks.hosts import Hosts, HostsError
 
 SHOW = "from mpi4py import MPI; import os; print(MPI.COMM_WORLD.rank, os.uname().nodename)"
 

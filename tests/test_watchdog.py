@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from keras_hpc.watchdog import report
-from keras_hpc.watchdog.state import GONE, Place, Stall, State, stacks
+from keras_hpc.job.watchdog import report
+from keras_hpc.job.watchdog.state import GONE, Place, Stall, State, stacks
 
 SCRIPT = Path(__file__).parent / "ranks" / "fail_waiting.py"
 LIMIT_SECONDS = 4  # timeout_seconds of the script

@@ -110,13 +110,13 @@ def measure(args):
     job = None
     if args.distributed:
         import keras_hpc
-        from keras_hpc import report, runtime
+        from keras_hpc.job import current, meter
 
         keras_hpc.init(shard=False, teams=1 + args.hooked)  # synthetic: each rank makes its own
         if args.hooked:  # one rank alone reduces only where steps depend on each other: on the team without a model
             keras_hpc.configure_team(1, schedule="pipelined")
         keras_hpc.configure_team(0, schedule=args.schedule)
-        job = runtime.job()
+        job = current.job()
     network = NETWORKS[args.model]
     shape = network.shape_of(args.image_size)
     keras.utils.set_random_seed(1)
@@ -133,7 +133,7 @@ def measure(args):
 
     fit(WARM_UP * args.batch_size)
     fit()  # as it will be timed: what is still to be compiled or allocated is so now
-    meter = report.Meter(job.teams[0]) if job and job.size > 1 else None
+    team_meter = meter.Meter(job.teams[0]) if job and job.size > 1 else None
     steps, gaps = time_steps(model, fit, model.train_function)
     found = {
         "parameters": int(sum(np.prod(v.shape) for v in model.trainable_variables)),
@@ -143,8 +143,8 @@ def measure(args):
         "exposed_ms": 0.0,
         "hidden_ms": 0.0,
     }
-    if meter is not None:
-        figures = meter.read()
+    if team_meter is not None:
+        figures = team_meter.read()
         found["exposed_ms"] = 1e3 * figures.exposed_seconds / args.steps
         found["hidden_ms"] = max(0.0, 1e3 * figures.wire_seconds / args.steps - found["exposed_ms"])
     if keras.backend.backend() == "tensorflow":  # whose steps draw their batch themselves: once more, without the rest

@@ -10,8 +10,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_hpc import report, teams
-from keras_hpc.keras_hooks import compat, losses, pipeline, scope, state
+from keras_hpc.job import current, meter
+from keras_hpc.keras_hooks import delayed, keras_private, losses, scope, state
 
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
@@ -28,7 +28,7 @@ def only_mine(model: Any, arguments: dict[str, Any]) -> None:
 
     That rank is the first of the model's team.
     """
-    if teams.team_of(model).rank == 0:
+    if current.team_of(model).rank == 0:
         return
     arguments["verbose"] = 0
     callbacks = arguments.get("callbacks")
@@ -45,7 +45,7 @@ def saves(arguments: dict[str, Any]) -> bool:
     """Returns whether a callback among the arguments of `fit`, on whatever rank it runs, saves the model."""
     given = arguments.get("callbacks")
     flat = given.callbacks if isinstance(given, keras.callbacks.CallbackList) else keras.tree.flatten(given or [])
-    orbax = compat.find("keras.src.callbacks.orbax_checkpoint:OrbaxCheckpoint")
+    orbax = keras_private.find("keras.src.callbacks.orbax_checkpoint:OrbaxCheckpoint")
     classes = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, *([orbax] if orbax else []))
     return any(isinstance(callback, classes) for callback in flat)
 
@@ -53,7 +53,7 @@ def saves(arguments: dict[str, Any]) -> bool:
 @functools.cache
 def _rank_0_classes() -> tuple[type, ...]:
     callbacks = keras.callbacks
-    orbax = compat.find("keras.src.callbacks.orbax_checkpoint:OrbaxCheckpoint")
+    orbax = keras_private.find("keras.src.callbacks.orbax_checkpoint:OrbaxCheckpoint")
     classes = [
         callbacks.ModelCheckpoint,
         callbacks.BackupAndRestore,
@@ -72,13 +72,13 @@ def may_stop(callback: Any) -> bool:
     quiet = (*_rank_0_classes(), keras.callbacks.SwapEMAWeights, ours.LearningRateWarmup)
     if isinstance(callback, quiet) and type(callback).__module__.startswith(("keras.", "keras_hpc.")):
         return False
-    is_default = compat.get("keras.src.utils.python_utils:is_default")
+    is_default = keras_private.get("keras.src.utils.python_utils:is_default")
     return any(not is_default(getattr(callback, name)) for name in _BATCH_HOOKS)
 
 
 def _running_fit(callbacks: Any) -> scope.Fit | None:
     fit = scope.fit()
-    return fit if fit is not None and scope.active() and getattr(callbacks, "model", None) is fit.model else None
+    return fit if fit is not None and current.active() and getattr(callbacks, "model", None) is fit.model else None
 
 
 def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +88,7 @@ def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
         fit = _running_fit(self)
         if fit is None:
             return
-        model, team = fit.model, teams.team_of(fit.model)
+        model, team = fit.model, current.team_of(fit.model)
         losses.check_exact(model)
         steps = self.params.get("steps")
         fit.epochs = self.params.get("epochs", 0)
@@ -99,7 +99,7 @@ def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
         fit.agree_each_batch = bool(message[1])
         model._initial_epoch = None if message[2] < 0 else int(message[2])
         left = fit.epochs - max(model._initial_epoch or 0, fit.initial_epoch)
-        pipeline.plan_schedule(model, None if steps is None else steps * max(left, 0))
+        delayed.plan_schedule(model, None if steps is None else steps * max(left, 0))
         if not message[0]:
             state.synchronize(model)
 
@@ -114,7 +114,7 @@ def is_built(model: Any) -> bool:
 
 def _agree(fit: scope.Fit) -> None:
     stop = np.array([bool(fit.model.stop_training)], np.int64)
-    teams.team_of(fit.model).allreduce(stop, op="max")
+    current.team_of(fit.model).allreduce(stop, op="max")
     fit.model.stop_training = bool(stop[0])
 
 
@@ -123,13 +123,13 @@ def _agreeing(original: Callable[..., Any]) -> Callable[..., Any]:
     def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
         fit = _running_fit(self)
         if fit is not None and (fit.saves or epoch + 1 >= fit.epochs):
-            pipeline.drain(fit.model)
+            delayed.drain(fit.model)
         original(self, epoch, logs)
         if fit is not None:
-            report.after_step()  # JAX may have been ahead of its steps
+            meter.after_step()  # JAX may have been ahead of its steps
             _agree(fit)
             if fit.model.stop_training:
-                pipeline.drain(fit.model)
+                delayed.drain(fit.model)
 
     return on_epoch_end
 

@@ -6,23 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keras_hpc import report
 from keras_hpc.keras_hooks import (
     callbacks,
-    compat,
     data,
+    delayed,
+    early_start,
+    fit,
     losses,
     metrics,
     normalization,
     optimizer,
-    overlap,
-    pipeline,
     replicas,
-    resume,
     scope,
     state,
-    trainer,
 )
+from keras_hpc.keras_hooks.checkpoint import session
 
 _MISSING = object()
 
@@ -63,27 +61,22 @@ def install(job: Any) -> None:
     Args:
         job: the `runtime.Job`.
 
-    Raises:
-        ImportError: the internals of this Keras version are not those we know.
-        RuntimeError: another library averages gradients already.
     """
-    compat.check()
     try:
-        for part in (state, losses, normalization, optimizer, pipeline, trainer, metrics, callbacks, data, resume):
+        for part in (state, losses, normalization, optimizer, delayed, fit, metrics, callbacks, data, session):
             part.install(job, _patcher)
     except BaseException:  # whatever it was, Keras must not stay half changed; raised again
-        uninstall()
+        uninstall(job)
         raise
 
 
-def uninstall() -> None:
+def uninstall(job: Any) -> None:
     """Takes every hook out. Keras is then as before `install`, and compiled steps that held hooks are forgotten."""
     _patcher.restore()
-    trainer.forget()
+    fit.forget()
     optimizer.forget()
-    overlap.forget()
-    pipeline.forget()
+    early_start.forget()
+    delayed.forget()
     replicas.forget()
-    report.forget()
     state.forget()
     scope.forget()

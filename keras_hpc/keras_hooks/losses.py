@@ -18,9 +18,10 @@ from typing import Any, TypeGuard
 
 import keras
 
-from keras_hpc import backends, runtime, teams
-from keras_hpc.keras_hooks import compat, scope
-from keras_hpc.plans import TensorSpec
+from keras_hpc import backends
+from keras_hpc.job import current
+from keras_hpc.job.plan import TensorSpec
+from keras_hpc.keras_hooks import keras_private, scope
 
 
 def install(job: Any, patcher: Any) -> None:
@@ -54,7 +55,7 @@ def install(job: Any, patcher: Any) -> None:
 
         return update_state
 
-    patcher.patch(compat.module("keras.src.losses.loss"), "reduce_weighted_values", weigh)
+    patcher.patch(keras_private.module("keras.src.losses.loss"), "reduce_weighted_values", weigh)
     patcher.patch(keras.metrics.Mean, "update_state", divide_step)
 
 
@@ -65,23 +66,23 @@ def check_exact(model: Any) -> None:
         ValueError: with `batch="global"`, which promises the result of one rank.
     """
     inexact = []
-    if not compat.activity_loss_is_per_sample():
+    if not keras_private.activity_loss_is_per_sample():
         inexact = [
             f"layer `{layer.name}` has an `activity_regularizer`, which Keras {keras.__version__} sums over the batch"
             for layer in model._flatten_layers()
             if getattr(layer, "activity_regularizer", None) is not None
         ]
-    if inexact and runtime.job().batch == "global":
+    if inexact and current.job().batch == "global":
         raise ValueError(
             'With keras_hpc.init(batch="global"), ranks compute what one rank computes on the same batch. That is not '
             f'possible for this model; use other layers, or batch="local". Received: {"; ".join(inexact)}'
         )
     for text in inexact:
-        runtime.notice(f"results depend on the number of ranks: {text}")
+        current.notice(f"results depend on the number of ranks: {text}")
 
 
 def _exchanges(step: scope.Step | None) -> TypeGuard[scope.Step]:
-    return step is not None and step.together and step.count is not None and scope.active()
+    return step is not None and step.together and step.count is not None and current.active()
 
 
 def _output_losses(step: scope.Step) -> list[Any]:
@@ -100,7 +101,9 @@ def _part(step: scope.Step) -> Any:
 def _sum(step: scope.Step, numbers: Any) -> list[Any]:
     """Returns the sum of a few numbers over all ranks."""
     specs = [TensorSpec("counts", tuple(numbers.shape), "float32")]
-    plan = teams.team_of(step.model).plan(f"{step.key}/loss{step.next_use('losses')}", specs, op="sum", weighted=False)
+    plan = current.team_of(step.model).plan(
+        f"{step.key}/loss{step.next_use('losses')}", specs, op="sum", weighted=False
+    )
     return list(backends.current().reduce(plan, [keras.ops.stop_gradient(numbers)]))
 
 
@@ -113,7 +116,7 @@ def _divisor(dtype: Any, sample_weight: Any, mask: Any, reduction: Any) -> Any:
             sample_weight = keras.ops.convert_to_tensor(sample_weight, dtype=dtype)
         if mask is not None:
             mask = keras.ops.convert_to_tensor(mask, dtype=dtype)
-        apply_mask = compat.get("keras.src.losses.loss:apply_mask")
+        apply_mask = keras_private.get("keras.src.losses.loss:apply_mask")
         return keras.ops.sum(apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction))
     if reduction in ("sum_over_batch_size", "mean") and mask is not None:
         return keras.ops.sum(keras.ops.cast(mask, "float32"))

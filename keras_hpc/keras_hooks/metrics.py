@@ -10,8 +10,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_hpc import backends, teams
-from keras_hpc.keras_hooks import compat, scope, state
+from keras_hpc import backends
+from keras_hpc.job import current
+from keras_hpc.keras_hooks import keras_private, state
 
 
 def install(job: Any, patcher: Any) -> None:
@@ -20,14 +21,14 @@ def install(job: Any, patcher: Any) -> None:
     def reduced(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def _get_metrics_result_or_logs(self: Any, logs: Any) -> Any:
-            if not scope.active():
+            if not current.active():
                 return original(self, logs)
             state.average_moved(self)
             return reduce_logs(self, logs, original)
 
         return _get_metrics_result_or_logs
 
-    patcher.patch(compat.get("keras.src.trainers.trainer:Trainer"), "_get_metrics_result_or_logs", reduced)
+    patcher.patch(keras_private.get("keras.src.trainers.trainer:Trainer"), "_get_metrics_result_or_logs", reduced)
 
 
 def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> Any:
@@ -38,7 +39,7 @@ def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> An
         logs: what the last step returned. Values that are no metrics, from a custom step, are averaged.
         result_or_logs: Keras' method, which takes metrics where their names match those of `logs`.
     """
-    team = teams.team_of(model)
+    team = current.team_of(model)
     logs = logs if isinstance(logs, dict) else {}
     scalars = {name: float(value) for name, value in logs.items() if np.ndim(_number(value)) == 0}
     local = model.get_metrics_result()

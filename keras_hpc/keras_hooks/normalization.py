@@ -22,9 +22,10 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_hpc import backends, teams
+from keras_hpc import backends
+from keras_hpc.job import current
+from keras_hpc.job.plan import TensorSpec
 from keras_hpc.keras_hooks import scope
-from keras_hpc.plans import TensorSpec
 
 
 def install(job: Any, patcher: Any) -> None:
@@ -68,7 +69,7 @@ def _together(original: Any) -> Any:
             mean, variance = original(self, inputs, mask)
         finally:
             self.synchronized = True
-        if not scope.active() or isinstance(inputs, keras.KerasTensor):
+        if not current.active() or isinstance(inputs, keras.KerasTensor):
             return mean, variance
         return _combine(self, mean, variance, inputs, mask)
 
@@ -87,7 +88,7 @@ def _count(layer: Any, inputs: Any, mask: Any, samples: Any) -> Any:
 
 def _combine(layer: Any, mean: Any, variance: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
     step = scope.step()
-    team = teams.team_of(layer if step is None else step.model)
+    team = current.team_of(layer if step is None else step.model)
     count = None if step is None else step.count
     samples = ops.cast(1 if count is None else count, mean.dtype)  # the weight of this rank's gradients
     number = _count(layer, inputs, mask, samples)
@@ -97,7 +98,7 @@ def _combine(layer: Any, mean: Any, variance: Any, inputs: Any, mask: Any) -> tu
     parts = [number * distance, number * (variance + ops.square(distance)), ops.reshape(number, (1,))]
     # A rank that has no values has a mean of nothing.
     packed = ops.where(number > 0, ops.concatenate(parts), ops.zeros((2 * size + 1,), mean.dtype))
-    key = scope.key_of(layer, "layer")
+    key = current.job().known.key_of(layer, "layer")
     use = 0 if step is None else step.next_use(key)  # uses of a layer in one step may overlap in time
     total = _sum(team, f"{key}/{use}", packed, samples)
     all_numbers = ops.maximum(total[-1], 1e-12)

@@ -20,9 +20,10 @@ from typing import Any
 
 import keras
 
-from keras_hpc import backends, teams
-from keras_hpc.keras_hooks import compat, pipeline, scope, state
-from keras_hpc.plans import TensorSpec
+from keras_hpc import backends
+from keras_hpc.job import current
+from keras_hpc.job.plan import TensorSpec
+from keras_hpc.keras_hooks import delayed, keras_private, scope, state
 
 
 class _Funnel(threading.local):
@@ -37,8 +38,8 @@ _segments: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[Any, list[
 
 def install(job: Any, patcher: Any) -> None:
     """Wraps every method that applies gradients, also of classes that the user defines later."""
-    base = compat.get("keras.src.optimizers.base_optimizer:BaseOptimizer")
-    loss_scale = compat.get("keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer")
+    base = keras_private.get("keras.src.optimizers.base_optimizer:BaseOptimizer")
+    loss_scale = keras_private.get("keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer")
     wrapped: set[type] = set()
 
     def wrap_class(owner: type) -> None:
@@ -86,8 +87,8 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         inside = _funnel.outer is not None
-        pipelined = scope.active() and teams.team_of(_funnel.outer or self).schedule.pipelined
-        if not scope.active() or (inside and not (_funnel.deferred and _reduces_in_deferral(self, pipelined))):
+        pipelined = current.active() and current.team_of(_funnel.outer or self).schedule.pipelined
+        if not current.active() or (inside and not (_funnel.deferred and _reduces_in_deferral(self, pipelined))):
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         gradients = list(bound.arguments["grads"])
@@ -131,7 +132,7 @@ def _apply_pipelined(
     optimizer: Any, original: Callable[..., Any], bound: Any, gradients: list[Any], variables: Sequence[Any], count: Any
 ) -> Any:
     key = _key(optimizer)
-    team = teams.team_of(_funnel.outer or optimizer)
+    team = current.team_of(_funnel.outer or optimizer)
     if original.__name__ == "stateless_apply":
 
         def update_state(values: Any, averages: list[Any]) -> Any:
@@ -140,21 +141,21 @@ def _apply_pipelined(
             return original(*bound.args, **bound.kwargs)
 
         values = (bound.arguments["trainable_variables"], bound.arguments["optimizer_variables"])
-        return pipeline.apply_stateless(team, optimizer, gradients, count, key, values, update_state)
+        return delayed.apply_stateless(team, optimizer, gradients, count, key, values, update_state)
 
     def update(averages: list[Any]) -> None:
         bound.arguments["grads"] = averages
         original(*bound.args, **bound.kwargs)
 
     if optimizer.gradient_accumulation_steps:
-        return pipeline.apply_accumulated(team, optimizer, gradients, variables, key, update)
-    return pipeline.apply(team, optimizer, gradients, variables, count, key, update)
+        return delayed.apply_accumulated(team, optimizer, gradients, variables, key, update)
+    return delayed.apply(team, optimizer, gradients, variables, count, key, update)
 
 
 def _reducing_accumulated(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _clip_gradients(self: Any, grads: Any) -> Any:
-        if _funnel.deferred and self.gradient_accumulation_steps and scope.active():
+        if _funnel.deferred and self.gradient_accumulation_steps and current.active():
             due = None
             if keras.backend.backend() == "jax":  # others call this only when an update is due
                 due = (self._iterations + 1) % self.gradient_accumulation_steps == 0
@@ -168,7 +169,7 @@ def _agreeing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def check_finite(self: Any, grads: Any) -> Any:
         finite = original(self, grads)
-        if not (_funnel.deferred and scope.active()):
+        if not (_funnel.deferred and current.active()):
             return finite
         flag = keras.ops.reshape(keras.ops.cast(finite, "int32"), (1,))
         return _exchange(self, "finite", flag, "min")[0] > 0
@@ -195,7 +196,7 @@ def reduce_gradients(
     sparse = [index for index in order if hasattr(gradients[index], "dense_shape")]
     maxima = [index for index in order if index in extremes]
     means = [index for index in order if index not in extremes and index not in sparse]
-    team = teams.team_of(_funnel.outer or optimizer)
+    team = current.team_of(_funnel.outer or optimizer)
     backend = backends.current()
     if keras.backend.backend() == "torch":
         plan, means = plan_in_segment(optimizer, gradients, variables)
@@ -223,7 +224,7 @@ def plan_in_segment(optimizer: Any, gradients: Sequence[Any], variables: Sequenc
         gradients: this rank's, or None for those that are not known yet.
         variables: theirs; empty where Keras does not say, and then all gradients exist.
     """
-    team = teams.team_of(_funnel.outer or optimizer)
+    team = current.team_of(_funnel.outer or optimizer)
     known = _segments.setdefault(optimizer, {})
     # Asked for in every step, as PyTorch traces none. An optimizer keeps its variables, so their ids are not reused.
     key = (team.id, *map(id, variables), *(gradient is not None and gradient.dtype for gradient in gradients))
@@ -297,11 +298,11 @@ def _share(optimizer: Any, count: Any) -> Any:
 
 
 def _key(optimizer: Any) -> str:
-    return scope.key_of(optimizer, "optimizer")
+    return current.job().known.key_of(optimizer, "optimizer")
 
 
 def _exchange(optimizer: Any, name: str, tensor: Any, op: str) -> Any:
-    team = teams.team_of(_funnel.outer or optimizer)
+    team = current.team_of(_funnel.outer or optimizer)
     specs = [TensorSpec(name, tuple(tensor.shape), keras.backend.standardize_dtype(tensor.dtype))]
     plan = team.plan(f"{_key(optimizer)}/{name}", specs, op=op, weighted=False)
     return backends.current().reduce(plan, [tensor])[0]
@@ -328,7 +329,7 @@ def _make_equal(optimizer: Any, variables: list[Any], stateless: bool) -> None:
             else:
                 state.synchronize(owner)
     elif step is None:
-        if stateless or compat.get("keras.src.backend.common.stateless_scope:in_stateless_scope")():
+        if stateless or keras_private.get("keras.src.backend.common.stateless_scope:in_stateless_scope")():
             state.check_equal(optimizer, optimizer._trainable_variables)
         else:
             state.synchronize_optimizer(optimizer, variables)

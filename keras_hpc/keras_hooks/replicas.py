@@ -11,8 +11,9 @@ import keras
 import numpy as np
 import xxhash
 
-from keras_hpc import backends, runtime, teams
+from keras_hpc import backends
 from keras_hpc.errors import ReplicaMismatchError
+from keras_hpc.job import current
 from keras_hpc.keras_hooks import state
 
 _DIGEST_BYTES = 16
@@ -65,7 +66,7 @@ def after_step(model: Any, results: Any) -> None:
         model: the model.
         results: of its train function; on JAX, they hold the state.
     """
-    every = runtime.job().check_replicas_every
+    every = current.job().check_replicas_every
     if every is None:
         return
     before = _steps.get(model, 0)
@@ -78,7 +79,7 @@ def after_step(model: Any, results: Any) -> None:
     # The optimizer of another model may be among its attributes: what a step does not move, is what it was.
     values = {id(variable): held.get(id(variable), variable._value) for variable in wanted}
     known = [variable for variable in wanted if values[id(variable)] is not None]
-    compare(teams.team_of(model), known, [values[id(variable)] for variable in known], f" after step {now}")
+    compare(current.team_of(model), known, [values[id(variable)] for variable in known], f" after step {now}")
 
 
 def _values_in(model: Any, results: Any) -> dict[int, Any]:

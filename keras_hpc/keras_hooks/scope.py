@@ -9,14 +9,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import itertools
 import re
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any
-
-from keras_hpc import runtime
 
 
 @dataclasses.dataclass
@@ -71,19 +67,6 @@ class _Scope(threading.local):
 
 
 _scope = _Scope()
-_keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-_numbers = itertools.count()
-
-
-def key_of(owner: Any, kind: str) -> str:
-    """Returns the name of a model's or optimizer's plans.
-
-    They are counted by their first use, and a number is never given again: so the name is the same on every rank,
-    whatever their garbage collectors do.
-    """
-    if owner not in _keys:
-        _keys[owner] = f"{kind}{next(_numbers)}"
-    return _keys[owner]
 
 
 def plain_name(variable: Any) -> str:
@@ -95,18 +78,8 @@ def plain_name(variable: Any) -> str:
 
 
 def forget() -> None:
-    """Forgets the names that were given, and the data that was opened."""
-    global _numbers
-    _keys.clear()
-    _numbers = itertools.count()
+    """Forgets the data that was opened."""
     _scope.adapter = None
-
-
-def active() -> bool:
-    """Returns whether this call works together with other ranks, or with other steps."""
-    if not runtime.is_initialized() or runtime.is_local():
-        return False
-    return runtime.job().size > 1 or runtime.job().delayed
 
 
 def step() -> Step | None:

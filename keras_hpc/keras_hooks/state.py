@@ -13,9 +13,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_hpc import backends, teams
+from keras_hpc import backends
 from keras_hpc.errors import PlanMismatchError
-from keras_hpc.keras_hooks import compat
+from keras_hpc.job import current
+from keras_hpc.keras_hooks import keras_private
 
 _CHUNK_BYTES = 64 << 20
 
@@ -27,16 +28,16 @@ _moved: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 def install(job: Any, patcher: Any) -> None:
     """Gives each rank a stream of random numbers of its own, and notices weights that are loaded."""
-    seeds = compat.module("keras.src.random.seed_generator")
-    stored = compat.get("keras.src.backend.common.global_state:get_global_attribute")
-    generator = stored(compat.GLOBAL_SEED_GENERATOR)
+    seeds = keras_private.module("keras.src.random.seed_generator")
+    stored = keras_private.get("keras.src.backend.common.global_state:get_global_attribute")
+    generator = stored(keras_private.GLOBAL_SEED_GENERATOR)
     if generator is not None:
         fold_seed(generator, job.rank)
 
     def own_stream(original: Any) -> Any:
         @functools.wraps(original)
         def global_seed_generator() -> Any:
-            exists = stored(compat.GLOBAL_SEED_GENERATOR) is not None
+            exists = stored(keras_private.GLOBAL_SEED_GENERATOR) is not None
             generator = original()
             if not exists:
                 fold_seed(generator, job.rank)
@@ -104,7 +105,7 @@ def synchronize(model: Any) -> None:
     Raises:
         PlanMismatchError: the ranks built different models.
     """
-    team = teams.team_of(model)
+    team = current.team_of(model)
     seeds = [generator.state for generator in seed_generators(model)]
     broadcast_variables(team, [*replicated_variables(model), *accumulators(model), *seeds])
     fold_seeds(seed_generators(model), team.rank)
@@ -114,7 +115,7 @@ def synchronize(model: Any) -> None:
 
 def synchronize_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     """Gives all ranks the root's values of an optimizer and of what it trains, in a user's own loop. Collective."""
-    broadcast_variables(teams.team_of(optimizer), _unique([*variables, *optimizer.variables]))
+    broadcast_variables(current.team_of(optimizer), _unique([*variables, *optimizer.variables]))
     _equal[optimizer] = len(variables)
 
 
@@ -185,7 +186,7 @@ def average_moved(model: Any) -> None:
         return
     for moved in related:
         del _moved[moved]
-    average(teams.team_of(model), _unique(v for m in related for v in (*per_rank_state(m), *accumulators(m))))
+    average(current.team_of(model), _unique(v for m in related for v in (*per_rank_state(m), *accumulators(m))))
 
 
 def average_after_step(model: Any) -> None:
@@ -196,7 +197,7 @@ def average_after_step(model: Any) -> None:
     """
     variables = per_rank_state(model)
     if variables:
-        average(teams.team_of(model), variables)
+        average(current.team_of(model), variables)
     if not accumulators(model):
         _moved.pop(model, None)
 
@@ -238,7 +239,7 @@ def check_equal(optimizer: Any, variables: Sequence[Any]) -> None:
     For loops of the user's own where it is too late to make them equal: on JAX their state is an argument of the traced
     function, and on PyTorch gradients were computed with them.
     """
-    team = teams.team_of(optimizer)
+    team = current.team_of(optimizer)
     # `value` would be that of the trace; during `fit` there is none, and `fit` made replicas equal.
     variables = [variable for variable in variables if variable._value is not None]
     # Gradients that wait for more micro-batches are each rank's own; a checkpoint may have brought them.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launch import launch
 
-from keras_hpc.bench.hosts import Hosts, HostsError
+from benchmarks.hosts import Hosts, HostsError
 
 pytestmark = pytest.mark.mpi
 

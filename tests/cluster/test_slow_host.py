@@ -7,8 +7,8 @@ import sys
 import pytest
 from launch import child_environment, launch
 
-from keras_hpc import launchers
-from keras_hpc.bench.hosts import Hosts, HostsError
+from benchmarks.hosts import Hosts, HostsError
+from keras_hpc.tools import launchers
 
 pytestmark = [pytest.mark.mpi, pytest.mark.soak]
 

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 import keras_hpc
-from keras_hpc import runtime
+from keras_hpc.job import current
 
 keras_hpc.init(batch="global")
 keras.utils.set_random_seed(3)
@@ -27,7 +27,7 @@ me = {
     "local_size": keras_hpc.local_size(),
     "host": os.uname().nodename,
 }
-ranks = runtime.job().teams[0].allgather_object(me)
+ranks = current.job().teams[0].allgather_object(me)
 if keras_hpc.rank() == 0:
     weights = [w.tolist() for w in model.get_weights()]
     report = {"ranks": ranks, "nodes": keras_hpc.node_count(), "history": history, "bias": weights[-1]}

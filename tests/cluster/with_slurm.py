@@ -2,7 +2,7 @@
 
 python tests/cluster/with_slurm.py [--mpi-default none] HOSTS COMMAND...    such as: 4 srun -N4 hostname
 
-Each host has its own name, network, /dev/shm and slurmd (`keras_hpc.bench.hosts`); slurmctld and the command run beside
+Each host has its own name, network, /dev/shm and slurmd (`benchmarks.hosts`); slurmctld and the command run beside
 them. Everything is in namespaces: no route leads out, nothing else on this machine notices, and all daemons end with
 the command. Needs Slurm, munge and iproute2, and the right to make namespaces, as root or as an ordinary user.
 
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from keras_hpc.bench.hosts import Hosts, HostsError
+from benchmarks.hosts import Hosts, HostsError
 
 CANNOT = 77
 _INSIDE = "KERAS_HPC_TEST_INSIDE"

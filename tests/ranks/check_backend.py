@@ -13,7 +13,8 @@ from mpi4py import MPI
 import keras_hpc
 from keras_hpc import backends
 from keras_hpc.backends import library_path
-from keras_hpc.plans import TensorSpec
+from keras_hpc.job import current
+from keras_hpc.job.plan import TensorSpec
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 
@@ -65,7 +66,7 @@ def wide():
 
 def make_plan(request, arrays, **options):
     specs = [TensorSpec(f"t{i}", a.shape, a.dtype.name) for i, a in enumerate(arrays)]
-    return keras_hpc.runtime.job().teams[0].plan(request.node.name, specs, **options)
+    return current.job().teams[0].plan(request.node.name, specs, **options)
 
 
 def draw(shapes, dtype="float32", seed=0):
@@ -278,7 +279,7 @@ def test_helpers():
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's sparse gradients")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
 def test_allgather_rows(dtype, run):
-    team = keras_hpc.runtime.job().teams[0]
+    team = current.job().teams[0]
     gather = run(lambda x: backend.allgather_rows(team, x))
     for rows, row in ((rank + 1, (3,)), (rank, ()), (0, (2,)), (2, (0, 4)), (1000 * (size - rank), (7, 2))):
         mine = tf.cast(tf.fill((rows, *row), rank + 1), dtype)
@@ -306,7 +307,7 @@ def test_threads_are_limited_unless_the_user_has(monkeypatch):
 def torch_gradients(request, arrays):
     specs = [TensorSpec(f"t{i}", a.shape, a.dtype.name) for i, a in enumerate(arrays)]
     specs.append(TensorSpec("which came", (len(arrays),), "float32"))
-    team = keras_hpc.runtime.job().teams[0]
+    team = current.job().teams[0]
     return backend.gradients_of(team.plan(request.node.name, specs, in_segment=True))
 
 

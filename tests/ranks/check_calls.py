@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 import keras_hpc
-from keras_hpc import runtime
+from keras_hpc.job import current
 
 RANKS = {"jax": (3,)}
 
@@ -46,7 +46,7 @@ def _check(got, seed, count, dtype, op, tolerance):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_way(path, dtype):
     kind, tolerance = DTYPES[dtype]
-    team = runtime.job().teams[0]
+    team = current.job().teams[0]
     if path == "library" and (size == 1 or "16" in dtype):
         return  # MPI has no 16-bit floats
     for seed, count in enumerate((0, 1, size - 1, size, size + 1, 4093, LARGEST)):
@@ -77,7 +77,7 @@ def test_random_calls_on_two_teams():
 
 def test_ten_thousand_calls_take_no_memory():
     x = np.ones(100, np.float32)
-    team = runtime.job().teams[0]
+    team = current.job().teams[0]
     shared = keras_hpc.empty(100)
     for _ in range(100):
         team.allreduce(x, "max")

@@ -13,7 +13,7 @@ import pytest
 from keras_cases import Parts, assert_close, assert_identical, data, job
 
 import keras_hpc
-from keras_hpc import checkpoint
+from keras_hpc.keras_hooks.checkpoint import storage
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 
@@ -313,4 +313,4 @@ def test_a_disk_that_fills_up_leaves_the_checkpoint_before(folder):
     job().teams[0].barrier()
     assert os.listdir(folder) == ["step-000000004"]
     if job().rank == 0:
-        assert checkpoint.newest(Path(folder))[1]["done"] == 4
+        assert storage.newest(Path(folder))[1]["done"] == 4

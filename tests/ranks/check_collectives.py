@@ -8,6 +8,7 @@ import pytest
 from mpi4py import MPI
 
 import keras_hpc
+from keras_hpc.job import current
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 
@@ -162,7 +163,7 @@ def test_bad_arguments():
 def test_barrier_and_names_of_the_job():
     keras_hpc.barrier()
     assert keras_hpc.is_initialized()
-    team = keras_hpc.runtime.job().teams[1]
+    team = current.job().teams[1]
     assert team.ranks == tuple(range(size))
     assert team.allgather_object({"rank": rank}) == [{"rank": r} for r in range(size)]
 

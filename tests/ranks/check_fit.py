@@ -7,6 +7,7 @@ import pytest
 from keras_cases import BATCH, Parts, assert_identical, assert_like_one_rank, data, dense, job, values
 
 import keras_hpc
+from keras_hpc.job import current
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 
@@ -179,7 +180,7 @@ class Subclassed(keras.Model):
 
 def test_subclassed_and_unbuilt():
     def model():
-        keras.utils.set_random_seed(1 if keras_hpc.runtime.is_local() or job().rank == 0 else 2)
+        keras.utils.set_random_seed(1 if current.is_local() or job().rank == 0 else 2)
         return Subclassed()
 
     x, y = data()

@@ -206,8 +206,8 @@ def shared_folder(tmp_path_factory):
     """A folder that all ranks write to: rank 0's."""
     mine = str(tmp_path_factory.mktemp("runs"))
     keras_hpc.init(teams=2)
-    from keras_hpc import runtime
+    from keras_hpc.job import current
 
-    folder = runtime.job().teams[0].allgather_object(mine)[0]
+    folder = current.job().teams[0].allgather_object(mine)[0]
     keras_hpc.finalize()
     return Path(folder)

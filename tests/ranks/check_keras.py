@@ -21,6 +21,7 @@ from keras_cases import (
 )
 
 import keras_hpc
+from keras_hpc.job import current
 
 BACKEND = keras.backend.backend()
 tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="needs TensorFlow")
@@ -250,7 +251,7 @@ def test_finalize_restores_keras():
 
 @pytest.mark.parametrize("other", ["keras.distribution", "torch.distributed", "moved"])
 def test_init_refuses(other, monkeypatch):
-    from keras_hpc.keras_hooks import compat
+    from keras_hpc.keras_hooks import keras_private
 
     if other == "keras.distribution":
         monkeypatch.setattr(keras.distribution, "distribution", lambda: "DataParallel")
@@ -262,10 +263,10 @@ def test_init_refuses(other, monkeypatch):
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
         error, text = RuntimeError, "torch.distributed"
     else:
-        monkeypatch.setitem(compat.REQUIRED, "keras.src.trainers.trainer:Trainer._gone", "3.10 to 3.15")
+        monkeypatch.setitem(keras_private.REQUIRED, "keras.src.trainers.trainer:Trainer._gone", "3.10 to 3.15")
         error, text = ImportError, rf"Trainer._gone.*{keras.__version__}"
     with pytest.raises(error, match=text):
-        compat.check()
+        keras_private.check()
 
 
 # The last one: PyTorch's compiler leaves programs of its own in Keras' modules.
@@ -282,7 +283,7 @@ def test_torch_compile(monkeypatch):
     def make():
         model = dense()
         loss = keras.losses.SparseCategoricalCrossentropy(reduction="sum")  # which needs an exchange of its own
-        compiles = not keras_hpc.runtime.is_local()
+        compiles = not current.is_local()
         model.compile(keras.optimizers.SGD(0.003), loss, metrics=["accuracy"], jit_compile=compiles)
         return model
 

@@ -141,7 +141,7 @@ def test_custom_jax_step_with_two_independent_optimizers():
         model.optimizer.build(model.trainable_variables[:2])
         model.other.build(model.trainable_variables[2:])
         step = model.train_step
-        from keras_hpc.keras_hooks import steps
+        from keras_hpc.keras_hooks import step as steps
 
         if not whole:
             step = steps.wrap(model, "two", step, together=True, guard=False)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import keras_hpc
+from keras_hpc.job import current
 
 RANKS = {"jax": (2,)}
 ALONE = True
@@ -33,14 +34,14 @@ def test_many_steps_take_no_more_memory_than_some():
     model.fit(x[: SAMPLES * 2 // 5], y[: SAMPLES * 2 // 5], batch_size=4, verbose=0)
     before = resident_mib()
     model.fit(x, y, batch_size=4, epochs=2, verbose=0)
-    steps = keras_hpc.runtime.job().teams[0].report()["steps"]
+    steps = current.job().teams[0].report()["steps"]
     assert steps >= SAMPLES // 8 * 2.4
     # Keeping one gradient of each step would be 18 MiB and more: 10,000 of 1.8 kB, or 800 of 28.7 kB.
     assert resident_mib() - before < 12
 
 
 def test_segments_hold_at_most_one_copy_of_the_gradients():
-    team = keras_hpc.runtime.job().teams[0]
+    team = current.job().teams[0]
     before = team.report()
     model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(4096), keras.layers.Dense(4)])
     model.compile("sgd", "mse")

@@ -6,8 +6,8 @@ import pytest
 from mpi4py import MPI
 
 import keras_hpc
-from keras_hpc import runtime
-from keras_hpc.plans import TensorSpec
+from keras_hpc.job import current
+from keras_hpc.job.plan import TensorSpec
 
 RANKS = {"jax": (3,)}
 ENV = {"MPIR_CVAR_NUM_CLIQUES": "8"}
@@ -30,7 +30,7 @@ def _data(seed):
 @pytest.mark.parametrize("wire", [None, "float16"])
 @pytest.mark.parametrize(("number", "algorithm"), enumerate(("recursive_doubling", "rabenseifner", "ring", "pairwise")))
 def test_sums_equal_those_of_mpi(number, algorithm, wire):
-    team = runtime.job().teams[number]
+    team = current.job().teams[number]
     assert team.node_count == size
     team.native.add_choice("network", 0, 2**62, algorithm)
     specs = [TensorSpec(f"t{i}", (count,), "float32") for i, count in enumerate(COUNTS)]

@@ -9,6 +9,7 @@ import pytest
 from keras_cases import Parts, assert_close, assert_identical, data, dense, job, values
 
 import keras_hpc
+from keras_hpc.job import current
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -20,7 +21,7 @@ def _job():
 
 @pytest.fixture
 def folder(tmp_path):
-    return keras_hpc.runtime.job().teams[0].allgather_object(str(tmp_path))[0]
+    return current.job().teams[0].allgather_object(str(tmp_path))[0]
 
 
 def everyone(value):

@@ -10,6 +10,7 @@ for name in NAMES:  # what the launcher of the tests sets
 import keras  # noqa: E402
 
 import keras_hpc  # noqa: E402
+from keras_hpc.job import current  # noqa: E402
 
 RANKS = {"tensorflow": (2,), "jax": (2,)}
 ALONE = True
@@ -17,7 +18,7 @@ ALONE = True
 
 def test_init_gives_each_rank_its_share():
     keras_hpc.init()
-    job = keras_hpc.runtime.job()
+    job = current.job()
     cores = len(os.sched_getaffinity(0))
     share = max(1, cores // job.size - job.teams[0].native.threads)
     assert os.environ["OMP_NUM_THREADS"] == str(share)
@@ -36,7 +37,7 @@ def test_what_is_set_stays_and_what_has_started_is_said():
     os.environ["OMP_NUM_THREADS"] = "7"
     os.environ.pop("NPROC", None)
     from keras_hpc import backends
-    from keras_hpc.threads import share_cores
+    from keras_hpc.job.resources import share_cores
 
     text = share_cores(8, 2, 1, backends.current().limit_threads)
     assert text.startswith("2 ranks on 8 cores of this node")

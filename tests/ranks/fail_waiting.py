@@ -73,10 +73,10 @@ def hold_the_gil(seconds):
 
 
 def reduce():
-    from keras_hpc import runtime
-    from keras_hpc.plans import TensorSpec
+    from keras_hpc.job import current
+    from keras_hpc.job.plan import TensorSpec
 
-    plan = runtime.job().teams[0].plan("gradients", [TensorSpec(name, (5,), "float32") for name in ("kernel", "bias")])
+    plan = current.job().teams[0].plan("gradients", [TensorSpec(name, (5,), "float32") for name in ("kernel", "bias")])
     for step in range(1, 4 * len(arguments.cases) + 4):
         case(step)
         for tensor in range(2):

@@ -11,9 +11,9 @@ TOLERANCE = 3e-6
 
 
 def job():
-    from keras_hpc import runtime
+    from keras_hpc.job import current
 
-    return runtime.job()
+    return current.job()
 
 
 def data(features=6, classes=3, samples=SAMPLES):

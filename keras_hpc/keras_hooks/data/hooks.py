@@ -12,11 +12,10 @@ from typing import Any
 
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from keras_hpc import runtime
-from keras_hpc.keras_hooks import compat
+from keras_hpc.job import current
+from keras_hpc.job.current import Job
+from keras_hpc.keras_hooks import keras_private
 from keras_hpc.keras_hooks.data import predict, sharding
-from keras_hpc.runtime import Job
-from keras_hpc.teams import team_of
 
 
 class _Scope(threading.local):
@@ -31,7 +30,7 @@ _scope = _Scope()
 def install(job: Job, patcher: Any) -> None:
     """See `keras_hooks.data.install`."""
     patcher.patch(EpochIterator, "__init__", functools.partial(_epoch_iterator, job))
-    trainer = compat.backend_trainer()
+    trainer = keras_private.backend_trainer()
     patcher.patch(trainer, "fit", functools.partial(_entered, announce=True))
     patcher.patch(trainer, "evaluate", functools.partial(_entered, announce=False))
     patcher.patch(trainer, "predict", functools.partial(predict.sharded, job, unshared))
@@ -67,8 +66,8 @@ def _epoch_iterator(job: Job, original: Callable[..., None]) -> Callable[..., No
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
-        if job.shard and not runtime.is_local() and not _scope.unshared:
-            team = job.teams[0] if _scope.model is None else team_of(_scope.model)
+        if job.shard and not current.is_local() and not _scope.unshared:
+            team = job.teams[0] if _scope.model is None else current.team_of(_scope.model)
             adapter = sharding.adapter_for(job, team, bound.arguments, _scope.announce)
             _scope.announce = False  # fit makes its own iterator first, then that of the validation data
             if adapter is not None:

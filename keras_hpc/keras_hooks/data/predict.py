@@ -13,9 +13,9 @@ from keras.src import tree
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
 
-from keras_hpc import runtime
+from keras_hpc.job import current
+from keras_hpc.job.team import Team
 from keras_hpc.keras_hooks.data.partition import Place
-from keras_hpc.teams import Team, team_of
 
 
 def sharded(
@@ -39,7 +39,7 @@ def sharded(
         if (
             job.size == 1
             or not job.shard
-            or runtime.is_local()
+            or current.is_local()
             or not can_convert_arrays(x)
             or not (samples := _count(x))
         ):
@@ -47,7 +47,7 @@ def sharded(
         if steps:
             batch_size = batch_size or -(-samples // steps)
             samples = min(samples, steps * batch_size)
-        team = team_of(self)
+        team = current.team_of(self)
         start, stop = Place(team.rank, team.size).part(samples)
         # A rank without rows takes the first one, to know what outputs look like, and keeps none of it.
         taken = slice(start, max(stop, start + 1)) if start < samples else slice(0, 1)

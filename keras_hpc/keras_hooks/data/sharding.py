@@ -11,10 +11,10 @@ import numpy as np
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
 
-from keras_hpc import runtime
+from keras_hpc.job import log
+from keras_hpc.job.current import Job
+from keras_hpc.job.team import Team
 from keras_hpc.keras_hooks.data.partition import Place
-from keras_hpc.runtime import Job
-from keras_hpc.teams import Team
 
 _HINT = "If each rank reads its own part of the data, call keras_hpc.init(shard=False)."
 
@@ -55,7 +55,7 @@ def adapter_for(job: Job, team: Team, arguments: dict[str, Any], announce: bool 
         adapter.seed = everyone[0]["seed"]
     _warn(team, adapter, [other["content"] for other in everyone])
     if announce and team.size > 1 and team.rank == 0:
-        runtime.show(f"{adapter.summary}; {team.size} ranks.")
+        log.info(f"{adapter.summary}; {team.size} ranks.")
     return adapter
 
 

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks`: how fast the engine is on this machine, with this MPI."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import allreduce, machine, overlap, page
+from benchmarks.hosts import Hosts, HostsError
+from keras_hpc.errors import LaunchError
+from keras_hpc.job import launch
+from keras_hpc.job.team import Team, make_team
+from keras_hpc.tools import launchers
+
+_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+_MBIT = "KERAS_HPC_BENCH_MBIT"  # tells the ranks how fast a network we made for them
+_SIZES = "4,256,2Ki,16Ki,128Ki,1Mi,8Mi,64Mi"
+
+
+def main() -> int:
+    """Runs the measurement that the command line names; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Measures the engine of keras_hpc against the MPI library."
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    sub = kinds.add_parser(
+        "allreduce",
+        help="time an allreduce against MPI_Allreduce and against memory",
+        description="Times a sum of float32 over all ranks, in turns with MPI_Allreduce in the same process. Paths: "
+        "'private', an array of the process; 'segment', one made by keras_hpc.empty; 'fusion', 32 tensors of a "
+        "training step. Starts its own ranks, or measures those that a launcher has started.",
+    )
+    _add_common(sub)
+    sub.add_argument(
+        "--hosts",
+        type=int,
+        metavar="N",
+        help="make so many throw-away hosts on this machine, with --ranks ranks each (needs root and iproute2)",
+    )
+    sub.add_argument("--mbit", type=int, metavar="M", help="bandwidth of each host, Mbit/s each way (default: 2500)")
+    sub.add_argument(
+        "--wire-dtype",
+        choices=["float16", "bfloat16"],
+        help="round our values, not MPI's, to 16 bits on their way between nodes",
+    )
+    sub.add_argument("--bytes", type=_sizes, default=_sizes(_SIZES), metavar="LIST", help=f"sizes (default: {_SIZES})")
+    sub.add_argument("--seconds", type=float, default=3.0, metavar="S", help="time for each size (default: 3)")
+    sub.add_argument("--plot", type=Path, metavar="FILE", help="draw time and bandwidth there (PNG; needs matplotlib)")
+    sub.set_defaults(run=_allreduce)
+    sub = kinds.add_parser(
+        "overlap",
+        help="time a reduction behind computing",
+        description="Times steps that compute in pieces and start the reduction of one tensor after each, with and "
+        "without it, for each way to wait for other ranks. Each rank computes and communicates on one core. Starts "
+        "its own ranks, or measures those that a launcher has started.",
+    )
+    _add_common(sub)
+    sub.add_argument("--tensors", type=int, default=8, metavar="N", help="tensors of a step (default: 8)")
+    sub.add_argument("--bytes", type=_sizes, default=[2**20], metavar="SIZE", help="of each tensor (default: 1Mi)")
+    sub.add_argument("--compute-ms", type=float, default=4.0, metavar="MS", help="computing of a step (default: 4)")
+    sub.add_argument("--steps", type=int, default=100, metavar="N", help="timed steps of each kind (default: 100)")
+    sub.set_defaults(run=_overlap, hosts=None, mbit=None, plot=None)
+    sub = kinds.add_parser(
+        "page",
+        help="make a Markdown page of reports",
+        description="Makes a Markdown page of reports that `--json` wrote.",
+    )
+    sub.add_argument("reports", type=Path, nargs="+", metavar="REPORT", help="JSON files")
+    sub.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page")
+    sub.set_defaults(run=_page)
+    arguments = parser.parse_args()
+    status: int = arguments.run(arguments)
+    return status
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, metavar="N", help="start so many ranks on this machine (default: 2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = []
+    for word in text.split(","):
+        number, unit = (word[:-2], _UNITS[word[-2:]]) if word[-2:] in _UNITS else (word, 1)
+        if not number.strip().isdecimal() or int(number) * unit % 4 or int(number) == 0:
+            raise argparse.ArgumentTypeError(
+                f"a size is a number of bytes, a multiple of 4, such as 4, 2Ki or 64Mi. Received: {word!r}"
+            )
+        sizes.append(int(number) * unit)
+    return sizes
+
+
+def _world_of(arguments: argparse.Namespace) -> launch.World:
+    """The ranks to measure: those that a launcher has started. Without any, starts some and exits with their status."""
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        sys.exit("--plot needs matplotlib: pip install matplotlib")
+    if arguments.ranks is not None and arguments.ranks < 2 and not arguments.hosts:
+        sys.exit(f"One rank has nothing to reduce. Expected two or more. Received: --ranks {arguments.ranks}")
+    if arguments.mbit and not arguments.hosts:
+        sys.exit("--mbit is the bandwidth of the hosts that --hosts makes. Give both.")
+    if not launch.ranks_started():
+        sys.exit(_start_ranks(arguments.ranks or 2, arguments.hosts, arguments.mbit or 2500))
+    for option in ("ranks", "hosts"):
+        if getattr(arguments, option):
+            sys.exit(
+                f"--{option} starts ranks, but there is a launcher already: {launch.ranks_started()}. Leave "
+                f"--{option} out."
+            )
+    world = launch.connect(None)
+    _pin(world)
+    return world
+
+
+def _start_report(world: launch.World, kind: str) -> dict[str, Any]:
+    nodes = len(set(world.node_of_rank))
+    report: dict[str, Any] = {
+        "kind": kind,
+        "machine": machine.describe(),
+        "mpi": launch.mpi_version(world),
+        "ranks": world.size,
+        "nodes": nodes,
+    }
+    if _MBIT in os.environ:
+        report["mbit"] = int(os.environ[_MBIT])
+    if world.rank == 0:
+        network = f" ({report['mbit']} Mbit/s each way)" if "mbit" in report else ""
+        print(f"{world.size} ranks on {nodes} node(s){network}, {report['mpi']}; {report['machine']}", flush=True)
+    return report
+
+
+def _end_report(world: launch.World, report: dict[str, Any], file: Path | None) -> None:
+    if world.rank == 0 and file:
+        file.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _allreduce(arguments: argparse.Namespace) -> int:
+    world = _world_of(arguments)
+    team = make_team(world, 0, threads=0, timeout_seconds=300, stall_seconds=30)
+    report = _start_report(world, "allreduce")
+    if arguments.wire_dtype:
+        report["wire_dtype"] = arguments.wire_dtype
+    first = True
+
+    def show(rows: Sequence[dict[str, Any]]) -> None:
+        nonlocal first
+        if world.rank == 0:
+            print(allreduce.table(rows, header=first), flush=True)
+        first = False
+
+    report["rows"] = allreduce.measure(
+        team, arguments.bytes, arguments.seconds, done=show, wire_dtype=arguments.wire_dtype, mbit=report.get("mbit")
+    )
+    _end_report(world, report, arguments.json)
+    if world.rank == 0 and arguments.plot:
+        allreduce.plot(report, arguments.plot)
+    team.barrier()
+    team.close()
+    return 0
+
+
+def _overlap(arguments: argparse.Namespace) -> int:
+    if len(arguments.bytes) != 1:
+        sys.exit(f"--bytes is the size of each tensor. Expected one. Received: {len(arguments.bytes)} sizes")
+    world = _world_of(arguments)
+    report = _start_report(world, "overlap")
+    first = True
+
+    def show(row: dict[str, Any]) -> None:
+        nonlocal first
+        if world.rank == 0:
+            print(overlap.table(row, header=first), flush=True)
+        first = False
+
+    def team_that_waits(threads: int, waiting: str) -> Team:
+        return make_team(world, 0, threads, timeout_seconds=300, stall_seconds=30, waiting=waiting)
+
+    seconds = arguments.compute_ms / 1e3
+    report["rows"] = overlap.measure(
+        team_that_waits, arguments.tensors, arguments.bytes[0], seconds, arguments.steps, done=show
+    )
+    _end_report(world, report, arguments.json)
+    return 0
+
+
+def _page(arguments: argparse.Namespace) -> int:
+    missing = [str(file) for file in arguments.reports if not file.is_file()]
+    if missing:
+        sys.exit(f"No such report: {', '.join(missing)}")
+    arguments.out.write_text(page.page([json.loads(file.read_text()) for file in arguments.reports]))
+    return 0
+
+
+def _start_ranks(count: int, hosts: int | None, mbit: int) -> int:
+    """Runs this very command on `count` ranks, of each host if hosts are wanted; returns its exit status."""
+    command = [sys.executable, "-m", "benchmarks", *_without(sys.argv[1:], ("--ranks", "--hosts", "--mbit"))]
+    ranks = count * (hosts or 1)
+    try:
+        mpiexec = launchers.find_mpiexec(launchers.find_library())
+        environment = os.environ | launchers.mpiexec_environment(ranks, placed=bool(hosts), pinned=True)
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        if hosts is None:
+            return subprocess.call([*launchers.mpiexec_command(mpiexec, ranks), *command], env=environment)
+        with Hosts(hosts, mbit) as network:
+            environment |= {_MBIT: str(mbit)} | network.environment
+            everywhere = [(name, count) for name in network.names]
+            launcher = launchers.mpiexec_command(mpiexec, ranks, everywhere, environment)
+            return subprocess.call(network.on_head([*launcher, *command]), env=environment)
+    except (LaunchError, HostsError) as error:
+        sys.exit(str(error))
+
+
+def _without(words: list[str], options: Sequence[str]) -> list[str]:
+    """The words of a command without these options and their values."""
+    kept = []
+    for before, word in zip(["", *words], words, strict=False):
+        if before not in options and word not in options and not word.startswith(tuple(f"{o}=" for o in options)):
+            kept.append(word)
+    return kept
+
+
+def _pin(world: launch.World) -> None:
+    """One core for each rank, where there are enough and nobody has pinned it already."""
+    cores = sorted(os.sched_getaffinity(0))
+    local = [rank for rank in range(world.size) if world.node_of_rank[rank] == world.node]
+    if len(cores) >= len(local):
+        os.sched_setaffinity(0, {cores[local.index(world.rank)]})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Markdown page of what `python -m benchmarks ... --json` has measured."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+# What a training step spends its time on, as DeepEx names it. Hidden communication takes no time of the step.
+PARTS = {
+    "input": "input",
+    "compute": "forward and backward",
+    "exposed": "communication, exposed",
+    "update": "update",
+    "hidden": "communication, hidden",
+}
+_INTRODUCTION = """\
+# Performance
+
+Made by `make bench`. Allreduce: `python -m benchmarks allreduce`, a sum of float32 over all ranks, each rank on a
+core of its own where there are enough, in turns with the MPI library's `MPI_Allreduce` (its default settings) in the
+same process, data rewritten before every operation. Times are microseconds, 20th percentile (median in brackets), of
+the slowest rank.
+*private*: an array of the process. *segment*: one made by `keras_hpc.empty`. *fusion*: 32 tensors, as in a
+training step; MPI packs, reduces and unpacks them. *floor*: `b = a += b` in place for half of the elements,
+the memory that an allreduce of two ranks cannot avoid to move. Below 8 MiB its arrays stay in one core's
+caches, and it is no bound for arrays that travel between cores. With hosts made by `--hosts`, which share the cores of
+this machine and are joined by links of the given bandwidth, the floor is what each of n hosts must send, 2 (n - 1) / n
+of the float32 bytes; what fits into a link's burst of 256 KiB goes faster.
+
+Overlap: `python -m benchmarks overlap`, a step that computes in pieces and starts the reduction of a tensor after
+each. Medians of the slowest rank; *hidden* is the share of the reduction's time that the step does not take longer.
+
+Training: `python -m examples.cnn.benchmark`, `fit` on synthetic data, one core and one thread for each rank, in turns
+with plain Keras on one rank. Medians of the slowest rank; efficiency is plain Keras' step over this one. On JAX and
+PyTorch it may exceed 1, as `init()` also lets glibc keep freed memory: what is due to that, one rank alone shows.
+Peers: `make bench-peers`, or `python -m benchmarks.peers.compare` with some contenders, the same step with other ways
+to train on two ranks, in turns, each against its own step on one rank; *exposed* is what the second rank adds to the
+step. *apart* are two ranks that have nothing to do with each other: what such a machine leaves to those that have.
+"""
+
+
+def page(reports: Sequence[dict[str, Any]]) -> str:
+    """Returns the page, of one machine and several MPI libraries say."""
+    kinds = {"allreduce": _allreduce, "overlap": _overlap, "training": _training, "peers": _peers}
+    return "\n".join([_INTRODUCTION, *(kinds[report.get("kind", "allreduce")](report) for report in reports)])
+
+
+def _heading(report: dict[str, Any]) -> str:
+    kind = report.get("kind", "allreduce").capitalize()
+    if "title" in report:
+        title, *more = report["title"].splitlines()
+        versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+        return f"## {kind}: {title}\n\n{' '.join(more) or versions}\n"
+    wire = f", ours sent as {report['wire_dtype']} between nodes" if "wire_dtype" in report else ""
+    hosts = f" ({report['mbit']} Mbit/s each way)" if "mbit" in report else ""
+    where = f"{report['ranks']} ranks on {report['nodes']} node{'s' * (report['nodes'] > 1)}{hosts}"
+    return f"## {kind}: {where}, {report['mpi']}{wire}\n\n{report['machine']}\n"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], text: Container[str]) -> str:
+    """Returns a table whose columns are aligned to the right but for those of `text`."""
+    rule = ["---" if column in text else "---:" for column in columns]
+    return "\n".join([f"| {' | '.join(columns)} |", f"|{'|'.join(rule)}|", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _allreduce(report: dict[str, Any]) -> str:
+    def cells(row: dict[str, Any]) -> list[str]:
+        ours = f"{row['keras_hpc_us']:.2f} ({row['keras_hpc_median_us']:.2f})"
+        mpi = f"{row['mpi_us']:.2f} ({row['mpi_median_us']:.2f})" if "mpi_us" in row else ""
+        floor = f"{row['floor_us']:.2f}"
+        return [f"{row['bytes']:,}", row["path"], ours, mpi, str(row.get("speedup", "")), floor, row["algorithm"]]
+
+    columns = ["bytes", "path", "keras_hpc", "MPI", "speed-up", "floor", "way"]
+    return f"{_heading(report)}\n{_table(columns, map(cells, report['rows']), {'path', 'way'})}\n"
+
+
+def _overlap(report: dict[str, Any]) -> str:
+    def cells(row: dict[str, Any]) -> list[str]:
+        times = [f"{row[key]:.3f}" for key in ("compute_ms", "alone_ms", "step_ms")]
+        return [row["strategy"], *times, f"{row['ratio']:.2f}", f"{row['hidden']:.0%}"]
+
+    rows = report["rows"]
+    columns = ["way to wait", "compute ms", "reduction ms", "step ms", "step / compute", "hidden"]
+    tensors = f"{rows[0]['tensors']} tensors of {rows[0]['bytes']:,} bytes."
+    return f"{_heading(report)}\n{tensors}\n\n{_table(columns, map(cells, rows), {'way to wait'})}\n"
+
+
+def _training(report: dict[str, Any]) -> str:
+    def step(row: dict[str, Any]) -> list[str]:
+        spread = f"{row['step_ms lowest']:.1f} - {row['step_ms highest']:.1f}"
+        return [row["runs"], f"{row['step_ms']:.1f}", spread, f"{row['samples/s']:.0f}", f"{row['efficiency']:.3f}"]
+
+    steps = _table(
+        ["runs", "ms a step", "lowest - highest", "samples/s", "efficiency"], map(step, report["scaling"]), {"runs"}
+    )
+    means = [row for row in report["profile"] if row["rank"] == "mean"]
+    parts = _table(
+        ["runs", *(f"{label}, ms" for label in PARTS.values())],
+        [[row["runs"], *(f"{row[name]:.2f}" for name in PARTS)] for row in means],
+        {"runs"},
+    )
+    checks = "\n".join(f"`check_replicas` on {name}: {ms:.1f} ms." for name, ms in report["check_replicas_ms"].items())
+    return f"{_heading(report)}\n{steps}\n\n{parts}\n\n{checks}\n"
+
+
+def _peers(report: dict[str, Any]) -> str:
+    def cells(row: dict[str, Any]) -> list[str]:
+        spread = f"{row['2 ranks ms lowest']:.1f} - {row['2 ranks ms highest']:.1f}"
+        one = [row["against"], f"{row['1 rank ms']:.1f}"]
+        two = [row["contender"], f"{row['2 ranks ms']:.1f}", spread]
+        return [*two, *one, f"{row['efficiency']:.3f}", f"{row['exposed ms']:.1f}"]
+
+    columns = [
+        *("2 ranks with", "their step, ms", "lowest - highest"),
+        *("1 rank with", "its step, ms", "efficiency", "exposed, ms"),
+    ]
+    return f"{_heading(report)}\n{_table(columns, map(cells, report['lines']), {'2 ranks with', '1 rank with'})}\n"

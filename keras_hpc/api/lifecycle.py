@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a job: `init` and `finalize`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+from types import ModuleType
+from typing import Any, Literal
+
+from keras_hpc.api.teams import check_wire
+from keras_hpc.job import current, exit, launch, log, resources
+from keras_hpc.job import trace as tracing
+from keras_hpc.job.team import make_team
+from keras_hpc.job.watchdog import Watchdog
+
+
+def init(
+    comm: Any = None,
+    *,
+    teams: int = 1,
+    threads_per_team: int | Literal["auto"] = "auto",
+    shard: bool = True,
+    batch: Literal["local", "global"] = "local",
+    wire_dtype: Literal["float16", "bfloat16"] | None = None,
+    timeout_seconds: float = 300.0,
+    stall_seconds: float = 30.0,
+    check_replicas_every: int | None = None,
+    trace: str | None = None,
+    keep_memory: bool = True,
+) -> None:
+    """Makes this Keras script one rank of a data-parallel job. Collective.
+
+    Call it once, before `model.compile` and `model.fit`, which stay as they are, and before anything is computed: it
+    also gives each rank of a node its share of the cores, unless you have set the numbers of threads.
+
+    Args:
+        comm: an mpi4py communicator whose ranks train together. None: `MPI.COMM_WORLD`.
+        teams: number of teams. Each has communicators and communication threads of its own, so that models assigned
+            to different teams (`assign_team`) reduce their gradients at the same time.
+        threads_per_team: communication threads of each team on each rank. "auto": none where ranks fill the cores of
+            a single node, else one. JAX always needs one.
+        shard: give every rank its own part of the data sets passed to `fit` and `evaluate`. False for scripts that
+            already read their own part.
+        batch: "local": `batch_size` is one rank's batch. "global": it is divided among the ranks.
+        wire_dtype: gradients of float32 are rounded to it on their way between nodes: half the bytes. They are summed
+            in float32, and all ranks get the same bits. "bfloat16" has the range of float32, "float16" three more bits
+            and no values beyond 65,504. None: they travel as they are.
+        timeout_seconds: a wait for other ranks that takes longer ends the job.
+        stall_seconds: a wait that takes longer is reported once, on rank 0's stderr: who has come, who has not, and the
+            Python stack of each rank.
+        check_replicas_every: compare weights and optimizer state of the ranks, bit for bit, after every so many steps
+            of a model, as `check_replicas` does: memory that fails shows within these steps, not in the result. A
+            comparison reads all of them once.
+        trace: path of a JSON file to which `finalize` writes what was communicated when (Chrome and Perfetto show it).
+        keep_memory: glibc keeps freed memory for the next step, which else needs new pages: on JAX and PyTorch steps
+            take up to half as long. Unless you have set glibc's variables, such as `MALLOC_ARENA_MAX`. False leaves
+            glibc as it is, for jobs that are short of memory.
+
+    Raises:
+        RuntimeError: called twice, or Keras is in a state that does not go with keras_hpc.
+        LaunchError: the launcher and the MPI library do not fit together, or MPI has no MPI_THREAD_MULTIPLE.
+        ValueError: an argument is not as described.
+    """
+    if current.is_initialized():
+        raise RuntimeError("keras_hpc.init() was called twice. Call it once per process, or finalize() in between.")
+    with contextlib.ExitStack() as undo:  # gives back what was taken, now if something fails, else in finalize()
+        kept = keep_memory and resources.keep_freed()  # first: MPI starts threads
+        if kept:
+            undo.callback(resources.keep_no_longer)
+        world = launch.connect(comm)
+        undo.callback(world.close)
+        guard = exit.Guard(world.comm, world.rank, world.size)
+        undo.callback(guard.remove)
+        undo.callback(log.reset)
+        undo.enter_context(resources.environment_kept())
+
+        def prepared() -> ModuleType:
+            """Does what may be refused on one rank alone."""
+            _check_arguments(
+                teams, threads_per_team, batch, wire_dtype, timeout_seconds, stall_seconds, check_replicas_every
+            )
+            launch.check_threads(world)
+            from keras_hpc import backends, keras_hooks  # Keras and its backend: nobody needs them to ask for help
+
+            keras_hooks.check()
+            if trace is not None and world.rank == 0:
+                tracing.check(trace)
+            return backends.current()
+
+        backend = launch.on_all_ranks(world, prepared)
+        cores = launch.cores_of_node(world)
+
+        def started() -> tuple[int, str]:
+            threads = launch.threads_per_team(world, threads_per_team, cores, needs_thread=backend.NEEDS_THREAD)
+            shares = ""
+            if world.size > 1:
+                limit = functools.partial(backend.limit_threads, teams=teams)
+                shares = resources.share_cores(cores, world.local_size, threads * teams, limit)
+            backend.load()
+            return threads, shares
+
+        threads, shares = launch.on_all_ranks(world, started)
+        launch.agree(
+            world,
+            "The arguments of keras_hpc.init()",
+            [
+                f"teams={teams}",
+                f"shard={shard}",
+                f"batch={batch}",
+                f"wire_dtype={wire_dtype}",
+                f"check_replicas_every={check_replicas_every}",
+                f"trace={trace is not None}",
+                f"threads={threads}",
+                f"backend={backend.__name__}",
+            ],
+        )
+        job = current.Job(
+            comm=world.comm,
+            rank=world.rank,
+            size=world.size,
+            local_rank=world.local_rank,
+            local_size=world.local_size,
+            node=world.node,
+            node_count=world.node_count,
+            node_of_rank=world.node_of_rank,
+            teams=[],
+            shard=shard,
+            batch=batch,
+            timeout_seconds=timeout_seconds,
+            check_replicas_every=check_replicas_every,
+            guard=guard,
+        )
+        for index in range(teams):
+            job.teams.append(make_team(world, index, threads, timeout_seconds, stall_seconds))
+            undo.callback(_close_team, job, index)
+            job.teams[-1].wire_dtype = wire_dtype
+        from keras_hpc import keras_hooks
+
+        launch.on_all_ranks(world, functools.partial(keras_hooks.install, job))
+        undo.callback(keras_hooks.uninstall, job)
+        if trace is not None:
+            tracing.enable(trace)
+        current.begin(job)
+        undo.callback(current.end)
+        if job.size > 1:
+            job.watchdog = guard.watchdog = Watchdog(job, stall_seconds)
+            undo.callback(job.watchdog.close)
+            nodes = f"{job.node_count} node{'s' * (job.node_count > 1)}"
+            remembers = "; malloc keeps what is freed" * kept
+            current.notice(f"{job.size} ranks on {nodes}, {launch.mpi_version(world)}; {shares}{remembers}")
+        job.at_end = undo.pop_all()
+
+
+def finalize() -> None:
+    """Ends the job and takes every hook out of Keras again. Collective. The end of the process does it, too.
+
+    Whatever of it fails, the rest is done.
+    """
+    if not current.is_initialized():
+        return
+    job = current.job()
+    with job.at_end:
+        from keras_hpc import keras_hooks
+
+        job.at_end.callback(exit.leave, job)
+        job.at_end.callback(tracing.finish, job)
+        job.at_end.callback(keras_hooks.say_what_is_left)
+
+
+atexit.register(finalize)
+
+
+def _close_team(job: current.Job, index: int) -> None:
+    job.teams[index].close()  # whatever `configure_team` has put there
+
+
+def _check_arguments(
+    teams: Any, threads: Any, batch: Any, wire_dtype: Any, timeout_seconds: Any, stall_seconds: Any, check_every: Any
+) -> None:
+    if not isinstance(teams, int) or teams < 1:
+        raise ValueError(f"`teams` is the number of teams. Expected an integer >= 1. Received: teams={teams!r}")
+    if threads != "auto" and (not isinstance(threads, int) or not 0 <= threads <= 16):
+        raise ValueError(
+            "`threads_per_team` is the number of communication threads. Expected 'auto' or an integer from 0 to 16. "
+            f"Received: threads_per_team={threads!r}"
+        )
+    if batch not in ("local", "global"):
+        raise ValueError(f"`batch` says whose batch size is meant. Expected 'local' or 'global'. Received: {batch!r}")
+    check_wire(wire_dtype)
+    for name, value in (("timeout_seconds", timeout_seconds), ("stall_seconds", stall_seconds)):
+        if not isinstance(value, (int, float)) or not value > 0:
+            raise ValueError(f"`{name}` is a time. Expected a number of seconds > 0. Received: {name}={value!r}")
+    if check_every is not None and (not isinstance(check_every, int) or check_every < 1):
+        raise ValueError(
+            "`check_replicas_every` is a number of steps. Expected None or an integer >= 1. "
+            f"Received: check_replicas_every={check_every!r}"
+        )

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How teams reduce: their schedules, ranks and reports, as the user sets them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from keras_hpc.job import current, launch
+from keras_hpc.job.current import team_number
+from keras_hpc.job.team import NonMemberTeam, Schedule, Team, make_team
+
+
+def configure_team(
+    team: int = 0,
+    *,
+    schedule: Literal["synchronous", "pipelined"] = "synchronous",
+    synchronous_steps: int | float = 0,
+    cooldown_steps: int | float = 0,
+    max_steps: int | None = None,
+    wire_dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+    report_every: int | None = None,
+    ranks: Sequence[int] | None = None,
+) -> None:
+    """Says how a team reduces gradients. Call it before the first step of its models. Collective on the team.
+
+    "synchronous": every step applies the average of its own gradients. "pipelined": a step applies the average of the
+    gradients of the step before, whose reduction has had a whole step's time; the first one applies nothing. Every
+    gradient is applied exactly once: what is outstanding is applied at the end of `fit`, before `evaluate`, `predict`,
+    `save` and checkpoint callbacks, and, where steps become synchronous again, before that step's own average. Stale
+    gradients can cost accuracy: begin synchronously, and end so.
+
+    Args:
+        team: number of the team.
+        schedule: "synchronous" or "pipelined".
+        synchronous_steps: steps at the start of each `fit` that are synchronous, a number, or a fraction (a float) of
+            its steps. With gradient accumulation, updates are counted.
+        cooldown_steps: likewise at the end.
+        max_steps: steps of the whole training, where no `fit` says so: with `train_on_batch` and loops of your own, and
+            with data of unknown length.
+        wire_dtype: gradients of float32 are rounded to it on their way between nodes. None: as `init` was told.
+        report_every: after so many steps rank 0 prints what the team's reductions cost: bytes, time, how much of it
+            steps waited, and how they went. None: never.
+        ranks: the ranks of the job that belong to the team, in ascending order: its models are broadcast, reduced and
+            shared out among them alone, and no other rank may use them. Collective on all ranks of the job then. Not
+            for team 0, which always has all of them. None: as they are.
+
+    Raises:
+        ValueError: an argument is not as described.
+        RuntimeError: the team has reduced gradients already.
+        PlanMismatchError: ranks pass different arguments.
+    """
+    members = team_number(team)
+    if schedule not in ("synchronous", "pipelined"):
+        raise ValueError(f"`schedule` is 'synchronous' or 'pipelined'. Received: schedule={schedule!r}")
+    for name, steps in (("synchronous_steps", synchronous_steps), ("cooldown_steps", cooldown_steps)):
+        whole = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0
+        if not whole and not (isinstance(steps, float) and 0 <= steps <= 1):
+            raise ValueError(
+                f"`{name}` is a number of steps, or a fraction of all of them. Expected an integer >= 0 or a float "
+                f"from 0.0 to 1.0. Received: {name}={steps!r}"
+            )
+    if max_steps is not None and (not isinstance(max_steps, int) or max_steps < 1):
+        raise ValueError(f"`max_steps` is a number of steps. Expected an integer >= 1. Received: {max_steps!r}")
+    if wire_dtype != "float32":
+        check_wire(wire_dtype)
+    if report_every is not None and (not isinstance(report_every, int) or report_every < 1):
+        raise ValueError(f"`report_every` is a number of steps. Expected an integer >= 1. Received: {report_every!r}")
+    if ranks is not None:
+        members = _restrict(team, ranks)
+    if isinstance(members, NonMemberTeam):
+        return
+    _check_unused(members)
+    chosen = Schedule(schedule, synchronous_steps, cooldown_steps, max_steps)
+    members.agree("The arguments of keras_hpc.configure_team", [f"{chosen}, wire_dtype={wire_dtype}"])
+    members.schedule, members.report_every = chosen, report_every
+    if wire_dtype is not None:
+        members.wire_dtype = None if wire_dtype == "float32" else wire_dtype
+    current.job().delayed = any(t.schedule.pipelined for t in current.job().teams)
+
+
+def _check_unused(team: Team) -> None:
+    if team.has_gradients:
+        raise RuntimeError(
+            f"Team {team.index} has reduced gradients already. Call keras_hpc.configure_team right after compile, "
+            "before the first step."
+        )
+
+
+def _restrict(index: int, ranks: Sequence[int]) -> Team:
+    """Makes a team anew, of some ranks. Collective on all ranks of the job."""
+    from mpi4py import MPI
+
+    this = current.job()
+    chosen = [int(rank) for rank in ranks]
+    if index == 0 or not chosen or chosen != sorted(set(chosen)) or not 0 <= chosen[0] <= chosen[-1] < this.size:
+        raise ValueError(
+            "`ranks` are the ranks of a team other than team 0, which has all. Expected different numbers from 0 to "
+            f"{this.size - 1}, ascending. Received: team={index}, ranks={ranks!r}"
+        )
+    old = this.teams[index]
+    if len(old.ranks) < this.size:
+        raise ValueError(f"A team gets its ranks once. Received: team={index}, which has {list(old.ranks)} already")
+    _check_unused(old)
+    this.teams[0].agree("The arguments of keras_hpc.configure_team", [f"team={index}, ranks={chosen}"])
+    if len(chosen) == this.size:
+        return old
+    options = old.options
+    old.close()
+    comm = this.comm.Split(0 if this.rank in chosen else MPI.UNDEFINED, this.rank)
+    team: Team
+    if this.rank in chosen:
+        nodes = [this.node_of_rank[rank] for rank in chosen]
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+        world = launch.World(comm, comm.rank, comm.size, [numbers[node] for node in nodes])
+        team = make_team(world, index, **options)
+        team.ranks, team.comm, team.wire_dtype = tuple(chosen), comm, old.wire_dtype
+    else:
+        team = NonMemberTeam(index, this.rank, chosen)
+    this.teams[index] = team
+    return team
+
+
+def drain(model: Any) -> None:
+    """Applies the averages that pipelined teams still hold back from a model's variables. Collective.
+
+    `fit`, `evaluate` and `predict` do so themselves. For loops around `train_on_batch`: before they keep the state of a
+    training, and at their end.
+    """
+    from keras_hpc.keras_hooks import delayed
+
+    current.job()
+    delayed.drain(model)
+
+
+def check_wire(wire_dtype: Any) -> None:
+    """Raises ValueError unless it is None or a dtype of 16 bits."""
+    if wire_dtype not in (None, "float16", "bfloat16"):
+        raise ValueError(
+            "`wire_dtype` is what gradients are rounded to between nodes. Expected None, 'float16' or 'bfloat16'. "
+            f"Received: wire_dtype={wire_dtype!r}"
+        )

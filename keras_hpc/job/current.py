@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job of this process: who and where it is, its teams, and what works for this rank alone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from keras_hpc.errors import NotInitializedError
+from keras_hpc.job import log
+from keras_hpc.job.model_state import Known
+from keras_hpc.job.team import Team
+
+_local = threading.local()
+_job: Job | None = None
+# Of a forked child: kept, because to free it would close what the parent uses.
+_of_parent: Job | None = None
+
+
+@dataclasses.dataclass
+class Job:
+    """What `init` found and decided. One per process.
+
+    Attributes:
+        comm: the mpi4py communicator of the job, or None where there is no MPI and one rank.
+        rank: this process' number, 0 to `size - 1`.
+        size: number of ranks.
+        local_rank: this rank's number on its node.
+        local_size: number of ranks on this node.
+        node: number of this node, in order of the nodes' first ranks.
+        node_count: number of nodes.
+        node_of_rank: the node of every rank.
+        teams: the teams, team 0 first.
+        shard: whether data sets are shared out among ranks.
+        batch: whether `batch_size` means one rank's batch ("local") or the batch of all ranks together ("global").
+        timeout_seconds: limit of every wait for other ranks.
+        check_replicas_every: so many steps of a model; None: never.
+        delayed: whether a team is pipelined: then one rank alone has something to do, too.
+        guard: the `exit.Guard` of this process.
+        watchdog: the `Watchdog`, which reports waits that take long; None with one rank.
+        known: what is known of the user's models and optimizers.
+        meters: what teams with `report_every` have done, by their number.
+        at_end: gives back, in the reverse order, what `init` has taken.
+    """
+
+    comm: Any
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    node_count: int
+    node_of_rank: list[int]
+    teams: list[Team]
+    shard: bool
+    batch: Literal["local", "global"]
+    timeout_seconds: float
+    check_replicas_every: int | None
+    guard: Any
+    delayed: bool = False
+    watchdog: Any = None
+    known: Known = dataclasses.field(default_factory=Known)
+    meters: dict[int, Any] = dataclasses.field(default_factory=dict)
+    at_end: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+
+
+def begin(job: Job) -> None:
+    """Makes `job` the job of this process."""
+    global _job
+    _job = job
+
+
+def end() -> None:
+    """Forgets the job, and with it all that was known of models."""
+    global _job
+    _job = None
+
+
+def _forget_in_child() -> None:
+    """A forked child is no rank: its parent goes on as one."""
+    global _job, _of_parent
+    _of_parent, _job = _job, None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def job() -> Job:
+    """Returns the job.
+
+    Raises:
+        NotInitializedError: before `init` or after `finalize`.
+    """
+    if _job is None:
+        raise NotInitializedError("Call keras_hpc.init() first: there is no job yet, or finalize() has ended it.")
+    return _job
+
+
+def is_initialized() -> bool:
+    """Returns whether there is a job: `init` was called, `finalize` was not."""
+    return _job is not None
+
+
+def rank() -> int:
+    """Returns this process' number, 0 to `size() - 1`."""
+    return job().rank
+
+
+def size() -> int:
+    """Returns the number of ranks."""
+    return job().size
+
+
+def local_rank() -> int:
+    """Returns this rank's number on its node, 0 to `local_size() - 1`."""
+    return job().local_rank
+
+
+def local_size() -> int:
+    """Returns the number of ranks on this node."""
+    return job().local_size
+
+
+def node() -> int:
+    """Returns the number of this node, 0 to `node_count() - 1`."""
+    return job().node
+
+
+def node_count() -> int:
+    """Returns the number of nodes."""
+    return job().node_count
+
+
+@contextlib.contextmanager
+def local() -> Iterator[None]:
+    """Work for this rank alone: inside, Keras behaves in this thread as if keras_hpc were not there.
+
+    ```python
+    with keras_hpc.local():
+        history = probe.fit(x, y)  # not collective
+    ```
+    """
+    _local.depth = getattr(_local, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _local.depth -= 1
+
+
+def is_local() -> bool:
+    """Returns whether this thread is inside `local()`."""
+    return getattr(_local, "depth", 0) > 0
+
+
+def active() -> bool:
+    """Returns whether this call works together with other ranks, or with other steps."""
+    if _job is None or is_local():
+        return False
+    return _job.size > 1 or _job.delayed
+
+
+def notice(text: str) -> None:
+    """Logs one line of information on rank 0."""
+    if _job is None or _job.rank == 0:
+        log.info(text)
+
+
+def assign_team(model_or_optimizer: Any, team: int) -> None:
+    """Lets a model train on a team of its own; team 0 is the default. Call it right after `compile`.
+
+    Args:
+        model_or_optimizer: a compiled model, or an optimizer that a custom training step owns.
+        team: number of a team, 0 to `teams - 1` of `keras_hpc.init(teams=...)`. The same on all ranks.
+
+    Raises:
+        ValueError: there is no such team.
+        TypeError: neither a compiled model nor an optimizer.
+    """
+    team_number(team)
+    optimizer = getattr(model_or_optimizer, "optimizer", model_or_optimizer)
+    if not hasattr(optimizer, "apply"):
+        raise TypeError(f"Expected a compiled model or an optimizer. Received: {model_or_optimizer!r}")
+    assigned = job().known.teams
+    assigned[optimizer] = assigned[model_or_optimizer] = team
+
+
+def team_number(team: Any) -> Team:
+    """Returns a team by its number.
+
+    Raises:
+        ValueError: there is no such team.
+    """
+    teams = job().teams
+    if not isinstance(team, int) or not 0 <= team < len(teams):
+        raise ValueError(
+            f"There is no such team. Expected a number from 0 to {len(teams) - 1}; keras_hpc.init(teams=...) sets how "
+            f"many there are. Received: team={team!r}"
+        )
+    return teams[team]
+
+
+def team_of(owner: Any) -> Team:
+    """Returns the team of a model, an optimizer or a layer: as assigned, else team 0."""
+    this = job()
+    number = this.known.teams.get(owner)
+    optimizer = getattr(owner, "optimizer", None)
+    if number is None and optimizer is not None:
+        number = this.known.teams.get(optimizer)
+    return this.teams[number or 0]

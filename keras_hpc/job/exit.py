@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a job ends: all ranks together, or, when one fails, at once instead of never.
+
+mpi4py ends MPI when the interpreter exits, and that waits for all ranks. A rank that raised would wait for ranks that
+wait for it. So an uncaught exception aborts the job, after its traceback has been printed.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import logging
+import os
+import stat
+import sys
+import termios
+import threading
+import time
+import types
+import weakref
+from typing import Any
+
+from keras_hpc.job.current import Job
+
+_log = logging.getLogger("keras_hpc")
+
+# A rank that called sys.exit with an error waits so long for the others to leave, too, before it ends the job.
+_GRACE_SECONDS = 2.0
+# An MPI that aborts kills its launcher's helpers too, with all of this rank's output that they have not passed on yet.
+_OUTPUT_SECONDS = 2.0
+_FORWARD_SECONDS = 0.2
+_REASON_CHARACTERS = 500
+
+
+class Guard:
+    """Watches over uncaught exceptions and `sys.exit` of this process, from the start of MPI until all ranks leave.
+
+    Args:
+        comm: the mpi4py communicator of the job, or None where there is no MPI.
+        rank: of this process.
+        size: number of ranks.
+
+    Attributes:
+        exit_code: with which `sys.exit` ends this process; 0 while nothing does.
+        watchdog: the `Watchdog` of the job, once there is one.
+    """
+
+    def __init__(self, comm: Any, rank: int, size: int) -> None:
+        self.exit_code = 0
+        self.watchdog: Any = None
+        self._comm, self._rank = comm, rank
+        self._process = os.getpid()
+        self._previous: tuple[Any, Any] | None = None
+        self._exits: list[weakref.ref[Any]] = []
+        if size > 1:
+            self._install()
+
+    def _install(self) -> None:
+        self._previous = previous_hook, _ = sys.excepthook, sys.exit
+
+        def excepthook(kind: type[BaseException], value: BaseException, trace: types.TracebackType | None) -> None:
+            previous_hook(kind, value, trace)
+            if os.getpid() == self._process:  # a forked child is no rank
+                text = " ".join(str(value).split())[:_REASON_CHARACTERS]
+                self.abort(1, f"uncaught {kind.__name__}: {text}")
+
+        def exit_(code: Any = None) -> None:
+            error = SystemExit(code)
+            if threading.current_thread() is threading.main_thread() and os.getpid() == self._process:
+                self._note(error, 0 if code is None else code if isinstance(code, int) else 1)
+            raise error
+
+        sys.excepthook, sys.exit = excepthook, exit_  # type: ignore[assignment]
+
+    def _note(self, error: SystemExit, code: int) -> None:
+        """Notes the exit code once nobody can catch `error` any more.
+
+        SystemExit may be caught, so when it is raised it means nothing. The interpreter drops an uncaught one when no
+        frame of Python runs any more; one that was caught is dropped while the program goes on.
+        """
+
+        class Mark:
+            pass
+
+        error.__dict__["_keras_hpc_mark"] = mark = Mark()
+
+        def dropped(reference: weakref.ref[Any]) -> None:
+            self._exits.remove(reference)
+            if sys._getframe().f_back is None:
+                self.exit_code = code
+
+        self._exits.append(weakref.ref(mark, dropped))
+
+    def remove(self) -> None:
+        """Gives `sys` back what it had."""
+        if self._previous is not None:
+            sys.excepthook, sys.exit = self._previous
+            self._previous = None
+
+    def abort(self, code: int, reason: str) -> None:
+        """Ends the job at once, after rank 0 and this rank have said why."""
+        from mpi4py import MPI
+
+        _log.error("rank %d ends the job: %s", self._rank, reason)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self.watchdog is not None:
+            self.watchdog.last_word(reason)
+        wait_for_readers()
+        if not MPI.Is_finalized():
+            self._comm.Abort(code)
+
+
+def leave(job: Job) -> None:
+    """Collective: waits until all ranks leave."""
+    if job.size == 1:
+        return
+    for team in job.teams:
+        team.leave()  # from now on, a rank that waits for this one on the same node fails at once
+    request = job.comm.Ibarrier()
+    begin = time.monotonic()
+    pause = 1e-4
+    while not request.Test():
+        code = job.guard.exit_code
+        if code != 0 and time.monotonic() - begin > _GRACE_SECONDS:
+            job.guard.abort(code, f"sys.exit({code}) while other ranks go on")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+
+
+def wait_for_readers() -> None:
+    """Until the launcher has read what this process wrote to its stdout and stderr, if those are pipes."""
+    unread = array.array("i", [0])
+    deadline = time.monotonic() + _OUTPUT_SECONDS
+    for descriptor in (1, 2):
+        try:
+            while time.monotonic() < deadline and stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                fcntl.ioctl(descriptor, termios.FIONREAD, unread)
+                if unread[0] == 0:
+                    break
+                time.sleep(0.01)
+        except OSError:  # closed
+            continue
+    time.sleep(_FORWARD_SECONDS)

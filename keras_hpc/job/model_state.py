@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job knows of a model or an optimizer. It dies with the model, or with the job."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from typing import Any
+
+
+@dataclasses.dataclass
+class ModelState:
+    """What a job knows of a model.
+
+    Attributes:
+        synchronized: how many variables it had when replicas were made equal; None: they were not, or not since it was
+            compiled or loaded weights.
+        statistics_moved: grows with every model that trains on each rank's own data; 0: its statistics are averaged.
+        step_modes: how the step functions that it holds were made.
+        early_start: its hooks that start reductions in backward (PyTorch).
+        steps: how many training steps it made, for `check_replicas_every`.
+    """
+
+    synchronized: int | None = None
+    statistics_moved: int = 0
+    step_modes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    early_start: Any = None
+    steps: int = 0
+
+
+@dataclasses.dataclass
+class OptimizerState:
+    """What a job knows of an optimizer.
+
+    Attributes:
+        synchronized: whether replicas of what it trains were made equal, or found so, in a loop of the user's own.
+        in_segment: its plans whose tensors live in their segment, with whose gradients those are (PyTorch).
+        delayed: its averages that come a step late, in the order of their first step.
+        window: how many steps of the running `fit` are synchronous, and how many then pipelined.
+        restored: averages that an earlier process held back, by their place in `delayed`.
+    """
+
+    synchronized: bool = False
+    in_segment: dict[tuple[Any, ...], tuple[Any, list[int]]] = dataclasses.field(default_factory=dict)
+    delayed: list[Any] = dataclasses.field(default_factory=list)
+    window: tuple[int, int] | None = None
+    restored: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+
+class Known:
+    """Everything that a job knows of the user's models, optimizers and layers.
+
+    Attributes:
+        teams: the number of the team that a model or optimizer was assigned to.
+    """
+
+    def __init__(self) -> None:
+        self.teams: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._models: weakref.WeakKeyDictionary[Any, ModelState] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakKeyDictionary[Any, OptimizerState] = weakref.WeakKeyDictionary()
+        self._keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()
+        self._moves = itertools.count(1)
+
+    def model(self, model: Any) -> ModelState:
+        """Returns the state of a model, or of a layer that is used as one."""
+        return self._models.setdefault(model, ModelState())
+
+    def optimizer(self, optimizer: Any) -> OptimizerState:
+        """Returns the state of an optimizer."""
+        return self._optimizers.setdefault(optimizer, OptimizerState())
+
+    def models(self) -> list[tuple[Any, ModelState]]:
+        """Returns the models that are known, with their states."""
+        return list(self._models.items())
+
+    def optimizers(self) -> list[tuple[Any, OptimizerState]]:
+        """Returns the optimizers that are known, with their states."""
+        return list(self._optimizers.items())
+
+    def key_of(self, owner: Any, kind: str) -> str:
+        """Returns the name of the plans of a model, optimizer or layer.
+
+        They are counted by their first use, and a number is never given again: so the name is the same on every rank,
+        whatever their garbage collectors do.
+        """
+        if owner not in self._keys:
+            self._keys[owner] = f"{kind}{next(self._numbers)}"
+        return self._keys[owner]
+
+    def next_move(self) -> int:
+        """Returns a number larger than those before: the order in which models trained, the same on all ranks."""
+        return next(self._moves)

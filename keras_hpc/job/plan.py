@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans: fixed lists of tensors that a team reduces together, once per step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_hpc import _native
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a plan: its name, shape and dtype ("float32", ...)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def misfit(self, shape: Sequence[Any], dtype: str) -> ValueError:
+        """Returns what to raise for a tensor of another shape or dtype."""
+        return ValueError(
+            f"A tensor does not fit the plan. Expected: {self.name} of shape {self.shape} and dtype {self.dtype}. "
+            f"Received: shape {tuple(shape)}, dtype {dtype}"
+        )
+
+
+class Plan:
+    """A fixed list of tensors that a team reduces together, once per step.
+
+    Attributes:
+        id: number of the plan, for the native operations of the frameworks.
+        name: as given.
+        tensors: the tensors, in the order in which backward makes them.
+        op: "mean", "sum", "min" or "max".
+        weighted: whether a mean is weighted by the ranks' numbers of samples.
+        team: the `Team` that reduces it.
+        kept: what a backend keeps with it.
+    """
+
+    def __init__(
+        self,
+        team: Any,
+        key: str,
+        tensors: Sequence[TensorSpec],
+        op: str,
+        weighted: bool,
+        wire_dtype: str | None,
+        in_segment: bool,
+        pipelined: bool,
+    ) -> None:
+        specs = [(t.name, t.dtype, math.prod(t.shape)) for t in tensors]
+        self._native = team.native.plan(key, specs, op, weighted, wire_dtype or "", in_segment, pipelined)
+        self.name = key
+        self.id: int = self._native.id
+        self.tensors = tuple(tensors)
+        self.op = op
+        self.weighted = weighted
+        self.team = team
+        self.kept: Any = None
+
+    def start(self, tensor: int, array: np.ndarray, weight: float = 1.0) -> None:
+        """Starts the reduction of a contiguous array. `wait` ends it.
+
+        The result replaces it; with `in_segment=True` it replaces what `array` returns, where others are copied to.
+        """
+        self._native.start(tensor, bytes_of(array), weight)
+
+    def wait(self, tensor: int) -> None:
+        """Blocks until the array given to `start` holds the result."""
+        self._native.wait(tensor)
+
+    def array(self, tensor: int) -> np.ndarray:
+        """Returns the memory of a tensor of a plan made with `in_segment=True`: where its result will be."""
+        spec = self.tensors[tensor]
+        array: np.ndarray = self._native.memory(tensor).view(dtype_of(spec.dtype)).reshape(spec.shape)
+        return array
+
+    def set_schedule(self, synchronous: int, pipelined: int) -> None:
+        """Of a pipelined plan: so many steps from now are synchronous, so many then pipelined, the rest synchronous."""
+        self._native.set_schedule(synchronous, pipelined)
+
+    def updates(self) -> int:
+        """Of a pipelined plan: how many updates the step makes that was waited for: 0, 1 or 2."""
+        updates: int = self._native.updates()
+        return updates
+
+    def second(self, tensor: int, array: np.ndarray) -> None:
+        """Of a pipelined plan: copies what the second of two updates applies."""
+        self._native.second(tensor, bytes_of(array))
+
+    def outstanding(self) -> bool:
+        """Returns whether a pipelined plan holds an average that no step has taken."""
+        outstanding: bool = self._native.outstanding()
+        return outstanding
+
+    def take(self, *, keep: bool = False) -> list[np.ndarray]:
+        """Returns the outstanding average of a pipelined plan, one array for each tensor.
+
+        Args:
+            keep: leave it outstanding.
+
+        Raises:
+            CommunicationError: there is none.
+        """
+        arrays = [np.empty(t.shape, dtype_of(t.dtype)) for t in self.tensors]
+        if not self._native.take([bytes_of(array) for array in arrays], keep):
+            raise _native.Error(f"No average of plan '{self.name}' is outstanding.")
+        return arrays
+
+    def put(self, arrays: Sequence[np.ndarray]) -> None:
+        """Makes an average outstanding that `take` gave in an earlier process. Between steps, on every rank.
+
+        Args:
+            arrays: one for each tensor.
+
+        Raises:
+            ValueError: they are not as the plan's tensors.
+            CommunicationError: a step is not over.
+        """
+        for spec, array in zip(self.tensors, arrays, strict=True):
+            if array.shape != spec.shape or array.dtype != dtype_of(spec.dtype):
+                raise spec.misfit(array.shape, array.dtype.name)
+        self._native.put([bytes_of(array) for array in arrays])
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Returns NumPy's dtype of a name; "bfloat16" is not one of its own."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        name = ml_dtypes.bfloat16
+    dtype: np.dtype[Any] = np.dtype(name)
+    return dtype
+
+
+def bytes_of(array: np.ndarray) -> np.ndarray:
+    """The array's memory as bytes, not a copy."""
+    if not array.flags.c_contiguous:
+        raise TypeError(
+            "Expected a C-contiguous array. Received: an array with strides; np.ascontiguousarray copies it"
+        )
+    return array.reshape(-1).view(np.uint8)

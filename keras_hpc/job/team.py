@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Teams: ranks that reduce together, each with communicators, communication threads and memory of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from keras_hpc import _native
+from keras_hpc.job import tuning_cache
+from keras_hpc.job.launch import World
+from keras_hpc.job.plan import Plan, TensorSpec, bytes_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """When a team applies which gradients; see `configure_team`."""
+
+    kind: Literal["synchronous", "pipelined"] = "synchronous"
+    synchronous_steps: int | float = 0
+    cooldown_steps: int | float = 0
+    max_steps: int | None = None
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether there are pipelined steps."""
+        return self.kind == "pipelined"
+
+    def window(self, steps: int | None) -> tuple[int, int]:
+        """Returns how many of a training's `steps` are synchronous at its start, and how many then are pipelined.
+
+        Raises:
+            ValueError: that depends on the number of steps, and it is None.
+        """
+        first, last = self.synchronous_steps, self.cooldown_steps
+        if steps is None:
+            if isinstance(first, float) or last:
+                raise ValueError(
+                    "Fractions of the training, and a cool-down at its end, need its number of steps, which the data "
+                    "do not tell. Expected keras_hpc.configure_team(..., max_steps=...). Received: max_steps=None"
+                )
+            return int(first), 2**62
+        counts = [round(x * steps) if isinstance(x, float) else min(int(x), steps) for x in (first, last)]
+        return counts[0], max(0, steps - sum(counts)) if last else 2**62
+
+
+class Team:
+    """Ranks that reduce together. Made by `keras_hpc.init`.
+
+    Attributes:
+        index: number of the team.
+        native: the engine's team.
+        rank: this process' rank in the team.
+        size: number of ranks.
+        ranks: the ranks of the job that belong to it.
+        node_count: number of nodes.
+        options: what it was made with: `threads`, `timeout_seconds`, `stall_seconds`.
+        comm: the communicator of a team of some of the ranks, else None.
+        wire_dtype: "float16" or "bfloat16" if gradients of float32 are rounded to it on their way between nodes.
+        schedule: when it applies which gradients.
+        report_every: steps after which rank 0 prints what reductions cost; None: never.
+        selection_key: under which measured choices are kept; empty with one rank.
+    """
+
+    def __init__(self, index: int, native: _native.Team, ranks: Sequence[int]) -> None:
+        self.index = index
+        self.native = native
+        self.id: int = native.id
+        self.rank: int = native.rank
+        self.size: int = native.size
+        self.node_count: int = native.node_count
+        self.ranks = tuple(ranks)
+        self.options: dict[str, Any] = {}
+        self.comm: Any = None
+        self.wire_dtype: str | None = None
+        self.schedule = Schedule()
+        self.report_every: int | None = None
+        self.selection_key = ""
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+
+    def plan(
+        self,
+        key: str,
+        tensors: Sequence[TensorSpec],
+        op: str = "mean",
+        weighted: bool = True,
+        wire_dtype: str | None = None,
+        in_segment: bool = False,
+        pipelined: bool = False,
+    ) -> Plan:
+        """Returns the plan for these tensors. Collective at the first call with these arguments.
+
+        Args:
+            key: a name, the same on all ranks. Two plans that may be in use at once need different keys.
+            tensors: what to reduce, in the order in which the values become known.
+            op: "mean", "sum", "min" or "max".
+            weighted: with "mean", weight each rank by the number of samples it gives with each step.
+            wire_dtype: "float16" or "bfloat16": round float32 to it between nodes; sums are taken in float32, and all
+                ranks get the same bits.
+            in_segment: the tensors live in memory that the ranks of a node share (`Plan.array`).
+            pipelined: steps may get the average of the step before; see native/engine/pipeline.hpp.
+
+        Raises:
+            PlanMismatchError: ranks ask for different tensors.
+        """
+        signature = (key, tuple(tensors), op, weighted, wire_dtype, in_segment, pipelined)
+        if signature not in self._plans:
+            self._plans[signature] = Plan(self, key, tensors, op, weighted, wire_dtype, in_segment, pipelined)
+        return self._plans[signature]
+
+    def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
+        """Reduces a contiguous array over all ranks, in place. Collective.
+
+        Args:
+            array: float16, bfloat16, float32, float64, int32 or int64; same shape and dtype on all ranks.
+            op: "sum", "mean" (floats only), "min" or "max".
+
+        Raises:
+            PlanMismatchError: ranks call with different shapes, dtypes or operations.
+        """
+        self.native.allreduce(bytes_of(array), array.dtype.name, op)
+
+    def broadcast(self, array: np.ndarray, root: int = 0) -> None:
+        """Copies the root's array to all ranks, in place. Collective. Any dtype; same shape on all ranks."""
+        self.native.broadcast(bytes_of(array), root)
+
+    def allgather(self, array: np.ndarray) -> np.ndarray:
+        """Returns the arrays of all ranks, concatenated along axis 0 in rank order. Collective.
+
+        Args:
+            array: same dtype and shape on all ranks, except that the lengths of axis 0 may differ.
+        """
+        array = np.ascontiguousarray(array)
+        row = array.dtype.itemsize * math.prod(array.shape[1:])
+        lengths = self.native.allgather_count(len(array))
+        out = np.empty((sum(lengths), *array.shape[1:]), array.dtype)
+        self.native.allgather(bytes_of(array), bytes_of(out), [row * length for length in lengths])
+        return out
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, in rank order. Collective. For small control data that JSON can hold."""
+        text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+        lengths = self.native.allgather_count(len(text))
+        everyone = self.allgather(text).tobytes()
+        ends = np.cumsum(lengths)
+        return [json.loads(everyone[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+
+    def agree(self, what: str, items: Sequence[str]) -> None:
+        """Raises PlanMismatchError on all ranks unless all pass equal lists. Collective.
+
+        The message begins with `what` and names the first item that differs, and on which ranks.
+        """
+        self.native.agree(what, [item.replace("\n", " ") for item in items])
+
+    def barrier(self) -> None:
+        """Waits until all ranks are here. Collective."""
+        self.native.barrier()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether it has made a plan for the gradients of an optimizer."""
+        return any(key.startswith("optimizer") for key, *_ in self._plans)
+
+    def report(self) -> dict[str, Any]:
+        """Returns what the team did so far and the memory it holds: steps, bytes, seconds."""
+        return dict(self.native.report())
+
+    def leave(self) -> None:
+        """Tells the other ranks that this one will not take part any more."""
+        self.native.leave()
+
+    def close(self) -> None:
+        """Frees communicators, threads and memory. Collective."""
+        if self.selection_key:
+            tuning_cache.save(self.native, self.rank, self.selection_key)
+        for plan in self._plans.values():
+            plan.kept = None  # it may hold the plan
+        self._plans.clear()
+        self.native.close()
+        if self.comm is not None:
+            self.comm.Free()
+
+
+class NonMemberTeam(Team):
+    """A team that this rank does not belong to: using it is an error here."""
+
+    def __init__(self, index: int, rank: int, ranks: Sequence[int]) -> None:
+        self.index, self.rank, self.ranks = index, -1, tuple(ranks)
+        self.schedule, self.report_every, self._rank = Schedule(), None, rank
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(
+            f"Only the ranks of team {self.index} can use it, and the models assigned to it. Expected one of the ranks "
+            f"{', '.join(map(str, self.ranks))}. Received: rank {self._rank}"
+        )
+
+    def leave(self) -> None:
+        """Does nothing: this rank takes no part."""
+
+    def close(self) -> None:
+        """Does nothing: this rank holds nothing."""
+
+
+def make_team(
+    world: World, index: int, threads: int, timeout_seconds: float, stall_seconds: float, waiting: str = "auto"
+) -> Team:
+    """Makes a team of all ranks. Collective.
+
+    Args:
+        world: the ranks.
+        index: number of the team.
+        threads: communication threads on each rank.
+        timeout_seconds: a wait that takes longer is an error.
+        stall_seconds: a wait that takes longer is reported.
+        waiting: "spin", "yield" or "sleep", for measuring; "auto" does what fits the ranks and cores of the node.
+
+    Raises:
+        ValueError: the environment asks for ways of an allreduce that do not exist.
+    """
+    native = _native.Team(world.transport(), index, threads, timeout_seconds, stall_seconds, waiting)
+    team = Team(index, native, range(world.size))
+    team.options = {"threads": threads, "timeout_seconds": timeout_seconds, "stall_seconds": stall_seconds}
+    if world.size > 1:
+        team.selection_key = tuning_cache.key_of(world)
+        _restore_choices(team)
+    return team
+
+
+def _restore_choices(team: Team) -> None:
+    """Gives the team what an earlier job measured, and then what the user wants. Collective.
+
+    Raises:
+        ValueError: the environment asks for ways of an allreduce that do not exist.
+    """
+    choices: list[tuning_cache.Choice] = []
+    error = ""
+    if team.rank == 0:
+        try:
+            choices = tuning_cache.load(team.selection_key)
+        except ValueError as problem:
+            error = str(problem)
+    # The first rank's, on all: another rank may see other files or variables.
+    choices, error = team.allgather_object([choices, error])[0]
+    if error:
+        raise ValueError(error)
+    for choice in choices:
+        team.native.add_choice(*choice)

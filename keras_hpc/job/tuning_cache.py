@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which way an allreduce takes: measured by the engine, kept for the next job, or given by the user.
+
+`KERAS_HPC_ALLREDUCE` overrides it, by ranges of sizes: `private:0-1Ki=slot,1Ki-=staged;segment:0-=push` for arrays, and
+`network:0-64Ki=recursive_doubling,64Ki-=ring` for what each rank sends to other nodes, of arrays and gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from keras_hpc import _native
+from keras_hpc.job import launch
+
+VARIABLE = "KERAS_HPC_ALLREDUCE"
+_WAYS = {
+    "private": ("slot", "staged", "library"),
+    "segment": ("slot", "push", "staged", "library"),
+    "network": ("recursive_doubling", "rabenseifner", "ring", "pairwise"),
+}
+_UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+_SLOT_BYTES = 64 << 10
+_ANY = 2**63  # larger than any array
+_VERSION = 2  # of what is kept: ways or classes of sizes have changed where it differs
+
+
+Choice = list[Any]  # place, first byte, end, way
+
+
+def load(key: str) -> list[Choice]:
+    """Returns what an earlier job measured, and then what the user wants.
+
+    Args:
+        key: names jobs that may share their measurements; see `key_of`.
+
+    Raises:
+        ValueError: `KERAS_HPC_ALLREDUCE` is not understood.
+    """
+    return [*_read().get(key, []), *parse(os.environ.get(VARIABLE, ""))]
+
+
+def save(team: _native.Team, rank: int, key: str) -> None:
+    """Writes what the team has measured to disk, on its first rank. What cannot be written is measured again."""
+    choices = known(team)
+    if rank != 0 or os.environ.get(VARIABLE) or not choices:
+        return
+    everything = _read()
+    merged = {(place, begin, end): way for place, begin, end, way in (*everything.get(key, []), *choices)}
+    if len(merged) == len(everything.get(key, [])):
+        return
+    everything[key] = [[*where, way] for where, way in merged.items()]
+    text = json.dumps({"version": _VERSION, "choices": everything})
+    with contextlib.suppress(OSError):
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=_file().parent, delete=False) as file:
+            file.write(text)
+        Path(file.name).replace(_file())
+
+
+def known(team: _native.Team) -> list[Choice]:
+    """Returns what the team knows; of those that fit a size, the last counts."""
+    return [list(choice) for choice in reversed(team.choices())]
+
+
+def key_of(world: launch.World) -> str:
+    """Returns a name for jobs that may share their measurements: same first host, MPI, shape and cores of a rank."""
+    about = [platform.node(), launch.mpi_version(world), world.node_of_rank, len(os.sched_getaffinity(0))]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+
+
+def describe(team: _native.Team) -> str:
+    """Returns what the team knows, for people: "private 64 B: slot, 4 KiB: staged"."""
+    choices = known(team)
+    parts = []
+    for place in _WAYS:
+        ways = {}
+        for nbytes in (16 * 4**k for k in range(11)):
+            fitting = [way for where, begin, end, way in choices if where == place and begin <= nbytes < end]
+            if fitting:
+                ways[_size(nbytes)] = fitting[-1]
+        if ways:
+            parts.append(f"{place} " + ", ".join(f"{size}: {way}" for size, way in ways.items()))
+    return "; ".join(parts)
+
+
+def parse(text: str) -> list[Choice]:
+    """Reads the user's wishes.
+
+    Raises:
+        ValueError: the text is not understood, or asks for what cannot be.
+    """
+    choices: list[Choice] = []
+    for part in filter(None, (p.strip() for p in text.split(";"))):
+        place, _, ranges = part.partition(":")
+        for one in ranges.split(","):
+            match = re.fullmatch(r"\s*(\d+)(Ki|Mi|Gi)?-(?:(\d+)(Ki|Mi|Gi)?)?=(\w+)\s*", one)
+            if place not in _WAYS or not match or match[5] not in _WAYS[place]:
+                raise ValueError(
+                    f"{VARIABLE} names a way for each range of sizes. Expected for example 'private:0-1Ki=slot,"
+                    f"1Ki-=staged;segment:0-=push;network:0-=ring' with the ways {', '.join(_WAYS['segment'])} "
+                    f"for arrays and {', '.join(_WAYS['network'])} between nodes. Received: {part!r}"
+                )
+            begin = int(match[1]) * _UNITS[match[2] or ""]
+            end = int(match[3]) * _UNITS[match[4] or ""] if match[3] else _ANY
+            if match[5] == "slot" and end > _SLOT_BYTES + 1:
+                raise ValueError(f"{VARIABLE}: the way 'slot' takes 64 KiB at most. Received: {one!r}")
+            choices.append([place, begin, end, match[5]])
+    return choices
+
+
+def _size(nbytes: int) -> str:
+    unit = next((unit for unit in ("Mi", "Ki") if nbytes >= _UNITS[unit]), "")
+    return f"{nbytes // _UNITS[unit]} {unit}B"
+
+
+def _file() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keras_hpc" / "allreduce.json"
+
+
+def _read() -> dict[str, list[Choice]]:
+    """Returns the kept choices that are as this version writes them: a cache that was damaged must not stop a job."""
+    try:
+        kept = json.loads(_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(kept, dict) or kept.get("version") != _VERSION or not isinstance(kept.get("choices"), dict):
+        return {}
+    return {key: list(filter(_is_choice, found)) for key, found in kept["choices"].items() if isinstance(found, list)}
+
+
+def _is_choice(found: Any) -> bool:
+    if not isinstance(found, list) or len(found) != 4:
+        return False
+    place, begin, end, way = found
+    numbers = all(type(number) is int for number in (begin, end)) and 0 <= begin < end <= _ANY
+    fits = place in _WAYS and way in _WAYS[place] and (way != "slot" or end <= _SLOT_BYTES + 1)
+    return numbers and fits

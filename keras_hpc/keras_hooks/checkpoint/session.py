@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `callbacks.Checkpoint` does in `fit`: where it saves, how the next process goes on from there, when it stops.
+
+It must come after all other callbacks, the ranks' agreements and Keras' own preparations. So it is called from here
+and not by Keras. Going on has three parts: the position in the epochs, before other callbacks learn it; all values,
+when the ranks have been made equal; and for the middle of a pass, once more when its iterator exists, because Keras,
+callbacks and iterators change some of the values as an epoch begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_hpc import callbacks as ours
+from keras_hpc.job import current, log
+from keras_hpc.keras_hooks import delayed, fit, keras_private, scope
+from keras_hpc.keras_hooks.checkpoint import callback_state, position, snapshot, stop_signals, storage
+
+
+class _Current(threading.local):
+    session: Session | None = None
+
+
+_current = _Current()
+
+
+def install(job: Any, patcher: Any) -> None:
+    """Hooks `fit`, its list of callbacks and its iterator, around the other hooks."""
+    epoch_iterator = keras_private.get("keras.src.trainers.epoch_iterator:EpochIterator")
+    patcher.patch(keras_private.backend_trainer(), "fit", _fitting)
+    patcher.patch(epoch_iterator, "__init__", _noticing_iterator)
+    patcher.patch(epoch_iterator, "_enumerate_iterator", _going_on)
+    patcher.patch(keras.callbacks.CallbackList, "on_train_begin", _beginning)
+    patcher.patch(keras.callbacks.CallbackList, "on_train_batch_end", _after_batch)
+    patcher.patch(keras.callbacks.CallbackList, "on_epoch_end", _after_epoch)
+
+
+class Session:
+    """A `fit` with a `Checkpoint`.
+
+    Args:
+        model: the model that trains.
+        given: the callback.
+    """
+
+    def __init__(self, model: Any, given: Any) -> None:
+        self.model = model
+        self.team = current.team_of(model)
+        self.folder = Path(given.path)
+        self.every = given.every_steps
+        self.keep = given.keep
+        self.request = stop_signals.Request()
+        self.iterator: Any = None  # the EpochIterator
+        self.epoch = self.step = 0  # of the epoch, steps are done
+        self.done = 0  # steps of all epochs
+        self.count: Any = None  # of iterators over the data
+        self._due = False
+        self._saved = (-1, -1)  # steps and epochs that were done
+        self._found: tuple[dict[str, Any], dict[str, np.ndarray]] | None = None
+        self._position: dict[str, Any] | None = None  # in the middle of a pass, not gone to yet
+
+    def begin(self, callbacks: Any) -> None:
+        """Looks at the disk, finds the checkpoint to go on from, and tells Keras the epoch. Collective."""
+        self._build()
+        self.count = position.Count(self.iterator)
+        if not position.order_is_known(self.iterator) and self.team.rank == 0:
+            logging.getLogger("keras_hpc").warning(
+                "Checkpoint: these data come in an order of their own. Training that goes on drops as many batches as "
+                "were read of the epoch before, whatever they hold. Received: %s",
+                type(self.iterator.data_adapter).__name__,
+            )
+        outcome: dict[str, Any] = {}
+        arrays: dict[str, np.ndarray] = {}
+        if self.team.rank == 0:
+            try:
+                storage.check(self.folder, snapshot.nbytes(self.model), self.keep)
+                (self.folder / storage.INTERRUPTED).unlink(missing_ok=True)
+                found = storage.newest(self.folder)
+                if found is not None:
+                    path, outcome["facts"], arrays, outcome["said"] = found
+                    outcome["path"] = str(path)
+            except OSError as error:
+                outcome = {"error": str(error)}
+        outcome = snapshot.share_object(self.team, outcome)
+        if "error" in outcome:
+            raise OSError(f"No checkpoint can be kept in {self.folder}. Received: {outcome['error']}")
+        for text in outcome.get("said", ()):
+            self._say(text)
+        if "facts" not in outcome:
+            return
+        facts = outcome["facts"]
+        snapshot.check(self.model, facts["model"])
+        self._found = facts, arrays
+        self.epoch, self.done = facts["epoch"], facts["done"]
+        self._saved = (self.done, self.epoch)
+        place = position.translate(facts["position"], self.iterator, self.team)
+        self.step = place["step"]
+        self.count.begun = position.seek(self.iterator, place)
+        self._position = place if place["seen"] else None
+        epochs = callbacks.params.get("epochs", 0)
+        self.model._initial_epoch = epochs if facts["stopped"] else self.epoch
+        self._say_where(outcome["path"], epochs, place)
+
+    def restore(self, callbacks: Any) -> None:
+        """Puts back what the checkpoint holds, now that other callbacks and hooks have begun. Collective."""
+        if self._found is None:
+            return
+        facts, _ = self._found
+        self._put_back()
+        history = callbacks._history
+        if history is not None:
+            history.history = {name: list(values) for name, values in facts["history"].items()}
+            history.epoch = list(facts["epochs"])
+        callback_state.put_back(callbacks, facts["callbacks"], self._shared_arrays(facts["callback_arrays"]))
+        self._plan_schedule(callbacks)
+        if self._position is None:
+            self._found = None
+
+    def steps_of(self, iterator: Any, steps: Iterator[Any]) -> Iterator[Any]:
+        """Yields what is left of an epoch's steps. Collective where training goes on in the middle of a pass."""
+        if iterator is not self.iterator:
+            yield from steps
+            return
+        steps = self._counted(steps)
+        if self._position is None or self._found is None:
+            yield from steps
+            return
+        place, self._position = self._position, None
+        first = True
+        for item in position.skipped(iterator, steps, place):
+            if first:
+                self._put_back()
+                if self.step == 0:  # the saved metrics are those of the epoch before
+                    self.model.reset_metrics()
+                self._found, first = None, False
+            yield item
+
+    def _counted(self, steps: Iterator[Any]) -> Iterator[Any]:
+        for item in steps:
+            if self.count is not None:
+                self.count.step()
+            yield item
+
+    def after_batch(self, callbacks: Any, batch: int) -> None:
+        """Saves if it is time to, or if a signal asks to stop. Collective."""
+        before, self.done = self.done, self.done + batch + 1 - self.step
+        self.step = batch + 1
+        self._due |= self.every is not None and self.done // self.every > before // self.every
+        steps = self.iterator.num_batches
+        if steps is not None and self.step >= steps:
+            return  # the end of the epoch follows, with its metrics and validation
+        stop = self.request.after_step(self.team)
+        # Of data of unknown length nobody knows whether this was the last step.
+        if stop or (self._due and steps is not None):
+            self.save(callbacks)
+        if stop:
+            self._leave(stop)
+
+    def after_epoch(self, callbacks: Any, epoch: int) -> None:
+        """Saves if it is time to, if training ends, or if a signal asks to stop. Collective."""
+        self.epoch, self.step = epoch + 1, 0
+        last = self.epoch >= callbacks.params.get("epochs", 0) or self.model.stop_training
+        stop = self.request.look(self.team)
+        if self.every is None or self._due or last or stop:
+            self.save(callbacks)
+        if stop and not last:
+            self._leave(stop)
+
+    def save(self, callbacks: Any) -> None:
+        """Writes a checkpoint. Collective.
+
+        Raises:
+            OSError: on all ranks, if the first cannot write it.
+        """
+        self._due = False
+        if self._saved == (self.done, self.epoch):
+            return
+        if hasattr(self.model, "jax_state_sync"):
+            self.model.jax_state_sync()
+        described, arrays = snapshot.take(self.model)
+        error = None
+        if self.team.rank == 0:
+            states, callback_arrays = callback_state.take(callbacks)
+            history = callbacks._history
+            facts = {
+                "epoch": self.epoch,
+                "done": self.done,
+                "stopped": bool(self.model.stop_training) and self.step == 0,
+                "position": position.tell(self.iterator, self.step, self.team, self.count.begun),
+                "history": {} if history is None else {k: np.asarray(v).tolist() for k, v in history.history.items()},
+                "epochs": [] if history is None else list(history.epoch),
+                "callbacks": states,
+                "callback_arrays": [[a.dtype.name, list(a.shape)] for a in callback_arrays],
+                "model": described,
+            }
+            arrays |= {f"callback{i}": a.reshape(-1).view(np.uint8) for i, a in enumerate(callback_arrays)}
+            try:
+                storage.write(self.folder, self.done, facts, arrays, self.keep)
+            except OSError as why:
+                error = str(why)
+        error = snapshot.share_object(self.team, error)
+        if error is not None:
+            raise OSError(f"The checkpoint after step {self.done} was not written; those before it are whole. {error}")
+        self._saved = (self.done, self.epoch)
+
+    def _put_back(self) -> None:
+        assert self._found is not None  # noqa: S101
+        facts, arrays = self._found
+        snapshot.put_back(self.model, facts["model"], arrays)
+
+    def _shared_arrays(self, specs: list[Any]) -> list[np.ndarray]:
+        assert self._found is not None  # noqa: S101
+        arrays = self._found[1]
+        raw = [snapshot.share(self.team, arrays.get(f"callback{i}")) for i in range(len(specs))]
+        return [a.copy().view(name).reshape(shape) for a, (name, shape) in zip(raw, specs, strict=True)]
+
+    def _build(self) -> None:
+        """Builds model, metrics and optimizer where Keras does it in the first step only, which is on TensorFlow."""
+        data = getattr(self.iterator, "_distributed_dataset", None)
+        if data is not None:
+            fit.build(self.model, data.element_spec, metrics=True)
+
+    def _plan_schedule(self, callbacks: Any) -> None:
+        fit = scope.fit()
+        if fit is None:
+            return
+        steps = self.iterator.num_batches
+        epochs = callbacks.params.get("epochs", 0) - fit.initial_epoch
+        done = self.done if steps is None else (self.epoch - fit.initial_epoch) * steps + self.step
+        delayed.plan_schedule(self.model, None if steps is None else steps * epochs, done)
+
+    def _say_where(self, path: str, epochs: int, place: dict[str, Any]) -> None:
+        assert self._found is not None  # noqa: S101
+        facts = self._found[0]
+        before = facts["position"]
+        now = position.tell(self.iterator, 0, self.team)
+        where = f"epoch {self.epoch + 1} of {epochs}, step {self.step + 1}" if self.epoch < epochs else "its end"
+        self._say(f"goes on from {path}: {'stopped by a callback' if facts['stopped'] else where}")
+        if facts["model"]["ranks"] != self.team.size:
+            self._say(
+                f"{self.team.size} rank{'s' * (self.team.size > 1)}, were {facts['model']['ranks']}: not bit for bit. "
+                "New: random states of ranks 1 and up. Averaged: statistics of each rank. Metrics of the epoch count "
+                "from here"
+            )
+        elif before["data"] != now["data"]:
+            self._say(f"other data: not bit for bit. {now['data']}, were {before['data']}")
+        if before["step_size"] != now["step_size"]:
+            self._say(
+                f"a step takes {now['step_size']} samples or batches, was {before['step_size']}: step "
+                f"{before['step'] + 1} of the epoch becomes {place['step'] + 1}"
+            )
+
+    def _say(self, text: str) -> None:
+        if self.team.rank == 0:
+            log.info(f"Checkpoint: {text}")
+
+    def _leave(self, number: int) -> None:
+        """Ends this process, and every rank does."""
+        if self.team.rank == 0:
+            (self.folder / storage.INTERRUPTED).touch()
+        where = f"epoch {self.epoch + 1}, step {self.step + 1}"
+        self._say(f"{signal.Signals(number).name}: saved in {self.folder}, ends. The same command goes on from {where}")
+        self.team.barrier()
+        sys.exit(0)
+
+
+def _fitting(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
+        found = [callback for callback in _flat(given) if isinstance(callback, ours.Checkpoint)]
+        if not found or current.is_local():
+            return original(self, *args, **kwargs)
+        if len(found) > 1:
+            raise ValueError(f"Expected one Checkpoint in a `fit`. Received: {len(found)}")
+        session = Session(self, found[0])
+        with _running(session), session.request:
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                self._initial_epoch = None  # of this `fit`, not of the next
+
+    return fit
+
+
+def _flat(given: Any) -> list[Any]:
+    return list(given.callbacks if isinstance(given, keras.callbacks.CallbackList) else keras.tree.flatten(given or []))
+
+
+@contextlib.contextmanager
+def _running(session: Session) -> Iterator[None]:
+    before, _current.session = _current.session, session
+    try:
+        yield
+    finally:
+        _current.session = before
+
+
+def _session_of(callbacks: Any) -> Session | None:
+    session = _current.session
+    # Not `callbacks.model`: on JAX that would fetch all values.
+    return session if session is not None and callbacks._model is session.model else None
+
+
+def _noticing_iterator(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if _current.session is not None and _current.session.iterator is None:
+            _current.session.iterator = self  # `fit` opens its own data first
+
+    return __init__
+
+
+def _going_on(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _enumerate_iterator(self: Any) -> Iterator[Any]:
+        session = _current.session
+        return original(self) if session is None else session.steps_of(self, original(self))
+
+    return _enumerate_iterator
+
+
+def _beginning(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def on_train_begin(self: Any, logs: Any = None) -> None:
+        session = _session_of(self)
+        fit = scope.fit()
+        if fit is not None and current.active() and self._model is fit.model:
+            _check_all_have_it(current.team_of(fit.model), session is not None)
+        if session is None:
+            original(self, logs)
+            return
+        session.begin(self)
+        original(self, logs)
+        session.restore(self)
+
+    return on_train_begin
+
+
+def _check_all_have_it(team: Any, here: bool) -> None:
+    flags = np.array([here, not here], np.int64)
+    team.allreduce(flags, op="max")
+    if flags.all():
+        raise ValueError(
+            "Checkpoint is collective. Expected it among the callbacks of every rank, without an `if "
+            f"keras_hpc.rank() == 0:`. Received: {'a' if here else 'no'} Checkpoint on rank {team.rank} of the team"
+        )
+
+
+def _after_batch(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def on_train_batch_end(self: Any, batch: int, logs: Any = None) -> None:
+        original(self, batch, logs)
+        session = _session_of(self)
+        if session is not None:
+            session.after_batch(self, batch)
+
+    return on_train_batch_end
+
+
+def _after_epoch(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
+        original(self, epoch, logs)
+        session = _session_of(self)
+        if session is not None:
+            session.after_epoch(self, epoch)
+
+    return on_epoch_end
