@@ -14,6 +14,7 @@ if _util.find_spec("keras_hpc._native") is None:
 
 from keras_hpc.api.collectives import allgather, allreduce, average, barrier, broadcast, check_replicas, empty
 from keras_hpc.api.lifecycle import finalize, init
+from keras_hpc.api.loops import average_statistics, keep_local, shard, step
 from keras_hpc.api.teams import configure_team, drain
 from keras_hpc.errors import (
     CommunicationError,
@@ -48,6 +49,7 @@ __all__ = [
     "allreduce",
     "assign_team",
     "average",
+    "average_statistics",
     "barrier",
     "broadcast",
     "callbacks",
@@ -58,6 +60,7 @@ __all__ = [
     "finalize",
     "init",
     "is_initialized",
+    "keep_local",
     "local",
     "local_rank",
     "local_size",
@@ -66,7 +69,9 @@ __all__ = [
     "optimizers",
     "rank",
     "schedules",
+    "shard",
     "size",
+    "step",
 ]
 
 if not _typing.TYPE_CHECKING:

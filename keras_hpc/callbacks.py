@@ -161,3 +161,51 @@ class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc]
             # During an epoch JAX keeps the values elsewhere. This brings them back, and Keras takes them from there.
             self.model.jax_state_sync()
         self.model.optimizer.learning_rate = self._rate * (1 + (scale - 1) * share)
+
+
+class RootOnly(keras.callbacks.Callback):  # type: ignore[misc]
+    """Lets a callback run on the first rank of the model's team only: one that prints, plots, logs or writes files.
+
+    What Keras' own writing callbacks, Weights & Biases, MLflow, Comet, DVC and tqdm do is left to that rank without
+    it. A callback that changes the model, the learning rate or the training must run on every rank.
+
+    Args:
+        callback: the callback.
+
+    Example:
+    ```python
+    plot = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print(epoch, logs))
+    model.fit(x, y, callbacks=[keras_hpc.callbacks.RootOnly(plot)])
+    ```
+    """
+
+    def __init__(self, callback: keras.callbacks.Callback) -> None:
+        super().__init__()
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise TypeError(f"`callback` runs on one rank. Expected a Keras callback. Received: {callback!r}")
+        self.callback = callback
+
+    def set_params(self, params: Any) -> None:
+        """Passes them on."""
+        super().set_params(params)
+        self.callback.set_params(params)
+
+    def set_model(self, model: Any) -> None:
+        """Passes it on."""
+        super().set_model(model)
+        self.callback.set_model(model)
+
+
+def _passed_on(name: str) -> Any:
+    def method(self: RootOnly, *args: Any, **kwargs: Any) -> None:
+        alone = current.is_local() or not current.is_initialized()
+        if alone or current.team_of(self._model).rank == 0:
+            getattr(self.callback, name)(*args, **kwargs)
+
+    method.__name__, method.__doc__ = name, "Calls the callback's, on the first rank."
+    return method
+
+
+for _name in dir(keras.callbacks.Callback):
+    if _name.startswith("on_"):
+        setattr(RootOnly, _name, _passed_on(_name))

@@ -103,9 +103,9 @@ def broadcast(x: Any, root: int = 0, team: int = 0) -> Any:
         raise ValueError(f"`root` is a rank. Expected a number from 0 to {members.size - 1}. Received: root={root!r}")
     variables = _variables(x)
     if variables:
-        from keras_hpc.keras_hooks import state
+        from keras_hpc.keras_hooks import variables as hooks
 
-        state.broadcast_variables(members, variables, root)
+        hooks.broadcast_variables(members, variables, root)
         return x
     array = _array(x, copy=True)
     if array.size:
@@ -156,12 +156,12 @@ def check_replicas(model: Any, team: int = 0) -> None:
     Raises:
         ReplicaMismatchError: on all ranks, naming the first variable that differs, and the ranks.
     """
-    from keras_hpc.keras_hooks import replicas, state
+    from keras_hpc.keras_hooks import replicas, variables
 
     members = team_number(team)
-    variables = state.replicated_variables(model)
-    state.check_same(members, variables)
-    replicas.compare(members, variables, [variable.value for variable in variables])
+    own = variables.replicated_variables(model)
+    variables.check_same(members, own)
+    replicas.compare(members, own, [variable.value for variable in own])
 
 
 def _variables(x: Any) -> list[Any]:

@@ -140,6 +140,7 @@ def init(
 
         launch.on_all_ranks(world, functools.partial(keras_hooks.install, job))
         undo.callback(keras_hooks.uninstall, job)
+        keras_hooks.begin(job)
         if trace is not None:
             tracing.enable(trace)
         current.begin(job)

@@ -187,3 +187,8 @@ def _call(
     )
     results: list[jax.Array] = call(*buffers, *others, **{name: np.int32(value) for name, value in attributes.items()})
     return results
+
+
+def check_when_run(check: Callable[[], None]) -> None:
+    """Calls `check` whenever the function that is being traced runs; what it raises ends that run."""
+    jax.debug.callback(check, ordered=False)

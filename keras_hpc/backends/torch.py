@@ -259,3 +259,8 @@ def _bytes(x: torch.Tensor) -> np.ndarray:
     flat = x.as_strided((x.numel(),), (1,))  # a single element may have any stride
     memory: np.ndarray = flat.view(torch.uint8).numpy()
     return memory
+
+
+def check_when_run(check: Callable[[], None]) -> None:
+    """Calls `check`: PyTorch runs what it is given."""
+    check()

@@ -43,6 +43,9 @@ class Job:
         guard: the `exit.Guard` of this process.
         watchdog: the `Watchdog`, which reports waits that take long; None with one rank.
         known: what is known of the user's models and optimizers.
+        streams: this rank's states of random streams that have others outside of steps.
+        said: what the user was told and needs to be told once only.
+        marks: of the files that this rank has saved.
         meters: what teams with `report_every` have done, by their number.
         at_end: gives back, in the reverse order, what `init` has taken.
     """
@@ -64,6 +67,9 @@ class Job:
     delayed: bool = False
     watchdog: Any = None
     known: Known = dataclasses.field(default_factory=Known)
+    streams: dict[str, Any] = dataclasses.field(default_factory=dict)
+    said: set[str] = dataclasses.field(default_factory=set)
+    marks: Any = None
     meters: dict[int, Any] = dataclasses.field(default_factory=dict)
     at_end: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 

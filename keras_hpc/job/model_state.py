@@ -18,6 +18,7 @@ class ModelState:
             compiled or loaded weights.
         statistics_moved: grows with every model that trains on each rank's own data; 0: its statistics are averaged.
         step_modes: how the step functions that it holds were made.
+        jit_compile: what the user has set, where it had to be changed; None: it was not.
         early_start: its hooks that start reductions in backward (PyTorch).
         steps: how many training steps it made, for `check_replicas_every`.
     """
@@ -25,6 +26,7 @@ class ModelState:
     synchronized: int | None = None
     statistics_moved: int = 0
     step_modes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    jit_compile: Any = None
     early_start: Any = None
     steps: int = 0
 
@@ -60,6 +62,7 @@ class Known:
         self._models: weakref.WeakKeyDictionary[Any, ModelState] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakKeyDictionary[Any, OptimizerState] = weakref.WeakKeyDictionary()
         self._keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._local_layers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._moves = itertools.count(1)
 
@@ -70,6 +73,14 @@ class Known:
     def optimizer(self, optimizer: Any) -> OptimizerState:
         """Returns the state of an optimizer."""
         return self._optimizers.setdefault(optimizer, OptimizerState())
+
+    def keep_local(self, layer: Any) -> None:
+        """Remember a layer whose variables are each rank's own."""
+        self._local_layers[layer] = True
+
+    def local_layers(self) -> list[Any]:
+        """Returns the layers whose variables are each rank's own."""
+        return list(self._local_layers)
 
     def models(self) -> list[tuple[Any, ModelState]]:
         """Returns the models that are known, with their states."""

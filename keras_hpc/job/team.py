@@ -142,7 +142,7 @@ class Team:
         self.native.allgather(bytes_of(array), bytes_of(out), [row * length for length in lengths])
         return out
 
-    def allgather_object(self, value: Any) -> list[Any]:
+    def allgather_object(self, value: Any, what: str = "") -> list[Any]:
         """Returns the values of all ranks, in rank order. Collective. For small control data that JSON can hold."""
         text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
         lengths = self.native.allgather_count(len(text))

@@ -2,7 +2,7 @@
 """What `keras_hpc.init()` changes in Keras, and nothing else. `finalize()` takes every change out again."""
 
 from keras_hpc.keras_hooks.delayed import say_what_is_left
-from keras_hpc.keras_hooks.install import install, uninstall
+from keras_hpc.keras_hooks.install import begin, install, uninstall
 from keras_hpc.keras_hooks.keras_private import check
 
-__all__ = ["check", "install", "say_what_is_left", "uninstall"]
+__all__ = ["begin", "check", "install", "say_what_is_left", "uninstall"]

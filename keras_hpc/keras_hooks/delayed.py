@@ -21,11 +21,12 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.keras_hooks import scope, state
+from keras_hpc.keras_hooks import running
+from keras_hpc.keras_hooks import variables as model_variables
 
 
 @dataclasses.dataclass
-class _Line:
+class DelayedAverage:
     """An optimizer whose averages come a step late."""
 
     optimizer: Any
@@ -34,46 +35,15 @@ class _Line:
     scaled: bool  # whether the plan ends with the loss scale under which the gradients were computed
 
 
-# In order of the first step, which is the same on every rank.
-_lines: weakref.WeakKeyDictionary[Any, list[_Line]] = weakref.WeakKeyDictionary()
-# Of an optimizer's running `fit`: how many steps are synchronous, and how many then pipelined.
-_windows: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
-# Of an optimizer that has not made a step since it was restored: the average that was outstanding, for each line.
-_restored: weakref.WeakKeyDictionary[Any, dict[int, list[np.ndarray]]] = weakref.WeakKeyDictionary()
-
-
-def install(job: Any, patcher: Any) -> None:
-    """Lets models save what they will be once every average is applied."""
-    for name in ("save", "save_weights", "export"):
-        patcher.patch(keras.Model, name, _saving)
-
-
 def say_what_is_left() -> None:
     """Tells the user of averages that no step has applied."""
-    late = sum(line.plan.outstanding() for lines in _lines.values() for line in lines)
+    states = [state for _, state in current.job().known.optimizers()]
+    late = sum(line.plan.outstanding() for state in states for line in state.delayed)
     if late:
         current.notice(
             f"{late} average{'s' * (late > 1)} of pipelined teams not applied: in loops around train_on_batch, call "
             "keras_hpc.drain(model) at the end"
         )
-
-
-def forget() -> None:
-    """Forgets every optimizer."""
-    _lines.clear()
-    _windows.clear()
-    _restored.clear()
-
-
-def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not current.active():
-            return original(self, *args, **kwargs)
-        with drained(self):
-            return original(self, *args, **kwargs)
-
-    return save
 
 
 def apply(
@@ -216,8 +186,9 @@ def plan_schedule(model: Any, total: int | None, done: int = 0) -> None:
     first, length = schedule.window(None if steps is None else steps // accumulation)
     done //= accumulation
     window = (max(0, first - done), max(0, length - max(0, done - first)))
+    known = current.job().known
     for optimizer in _with_held(model.optimizer):
-        _windows[optimizer] = window
+        known.optimizer(optimizer).window = window
     for line in _lines_of(model):
         line.plan.set_schedule(*window)
 
@@ -259,26 +230,26 @@ def outstanding(model: Any) -> list[tuple[int, int, list[np.ndarray]]]:
     late = list(map(id, _outstanding_lines(model)))
     return [
         (number, place, line.plan.take(keep=True))
-        for number, optimizer in enumerate(state.optimizers_of(model))
-        for place, line in enumerate(_lines.get(optimizer, []))
+        for number, optimizer in enumerate(model_variables.optimizers_of(model))
+        for place, line in enumerate(current.job().known.optimizer(optimizer).delayed)
         if id(line) in late
     ]
 
 
 def restore(model: Any, averages: Sequence[tuple[int, int, list[np.ndarray]]]) -> None:
     """Makes averages outstanding that an earlier process held. On every rank of the model's team."""
-    optimizers = state.optimizers_of(model)
+    optimizers = model_variables.optimizers_of(model)
     for number, place, arrays in averages:
-        known = _lines.get(optimizers[number], [])
-        if place < len(known):
-            known[place].plan.put(arrays)
+        known = current.job().known.optimizer(optimizers[number])
+        if place < len(known.delayed):
+            known.delayed[place].plan.put(arrays)
         else:
-            _restored.setdefault(optimizers[number], {})[place] = arrays
+            known.restored[place] = arrays
 
 
 def _line_of(
     team: Any, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], key: str, scale: Any = None
-) -> tuple[_Line, list[Any]]:
+) -> tuple[DelayedAverage, list[Any]]:
     """Returns the line of an optimizer, and what it reduces in this step."""
     kept = [index for index, gradient in enumerate(gradients) if gradient is not None]
     for index in kept:
@@ -292,33 +263,37 @@ def _line_of(
     if scaled:
         scale = _loss_scale(optimizer) if scale is None else scale
         tensors.append(keras.ops.reshape(keras.ops.cast(scale, "float32"), (1,)))
-    for line in _lines.get(optimizer, []):
-        if line.plan.name == key:
+    known = current.job().known.optimizer(optimizer)
+    own = [variables[index] for index in kept]
+    for line in known.delayed:
+        if len(line.variables) == len(own) and all(a is b for a, b in zip(line.variables, own, strict=True)):
             return line, tensors
-    names = [f"{index}: {scope.plain_name(variables[index])}" for index in kept] + ["loss scale"] * scaled
+    names = [f"{index}: {running.plain_name(variables[index])}" for index in kept] + ["loss scale"] * scaled
     specs = [
         TensorSpec(name, tuple(tensor.shape), keras.backend.standardize_dtype(tensor.dtype))
         for name, tensor in zip(names, tensors, strict=True)
     ]
-    plan = team.plan(key, specs, wire_dtype=team.wire_dtype, pipelined=True)
-    average = _restored.get(optimizer, {}).pop(len(_lines.get(optimizer, [])), None)
+    # An optimizer may be given other variables in turn: each choice of them is late by itself.
+    name = f"{key}/{len(known.delayed)}" if known.delayed else key
+    plan = team.plan(name, specs, wire_dtype=team.wire_dtype, pipelined=True)
+    average = known.restored.pop(len(known.delayed), None)
     if average is not None:
         plan.put(average)
-    line = _Line(weakref.proxy(optimizer), plan, [variables[index] for index in kept], scaled)
-    _lines.setdefault(optimizer, []).append(line)
+    line = DelayedAverage(weakref.proxy(optimizer), plan, own, scaled)
+    known.delayed.append(line)
     # Without a fit: of as many steps as the user has said.
-    plan.set_schedule(*(_windows.get(optimizer) or team.schedule.window(team.schedule.max_steps)))
+    plan.set_schedule(*(known.window or team.schedule.window(team.schedule.max_steps)))
     return line, tensors
 
 
-def _lines_of(model: Any) -> list[_Line]:
+def _lines_of(model: Any) -> list[DelayedAverage]:
     """The lines that change variables of a model, in the order in which they began."""
     own = set(map(id, model.variables))
-    lines = [line for lines in _lines.values() for line in lines]
+    lines = [line for _, known in current.job().known.optimizers() for line in known.delayed]
     return [line for line in lines if not own.isdisjoint(map(id, line.variables))]
 
 
-def _outstanding_lines(model: Any) -> list[_Line]:
+def _outstanding_lines(model: Any) -> list[DelayedAverage]:
     """The lines that hold an average back. Their variables are those after the last step, which has ended."""
     lines = _lines_of(model)
     if lines and getattr(model, "_jax_state", None) is not None and not model._jax_state_synced:
@@ -330,7 +305,7 @@ def _outstanding_lines(model: Any) -> list[_Line]:
 
 def _with_held(optimizer: Any) -> list[Any]:
     """The optimizer and those that it holds."""
-    return [optimizer, *(inner for held in state.held_optimizers(optimizer) for inner in _with_held(held))]
+    return [optimizer, *(inner for held in model_variables.held_optimizers(optimizer) for inner in _with_held(held))]
 
 
 def _variables_of(optimizer: Any) -> list[Any]:
@@ -359,7 +334,7 @@ def _loss_scale(optimizer: Any) -> Any:
     return optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale
 
 
-def _rescaled(line: _Line, values: Sequence[Any], scale: Any = None) -> list[Any]:
+def _rescaled(line: DelayedAverage, values: Sequence[Any], scale: Any = None) -> list[Any]:
     """Turns averages of gradients of the loss with an earlier scale into those with the present one: powers of two."""
     if not line.scaled:
         return list(values)
@@ -369,7 +344,11 @@ def _rescaled(line: _Line, values: Sequence[Any], scale: Any = None) -> list[Any
 
 
 def _repeat(
-    line: _Line, updates: Any, reduced: Sequence[Any], variables: Sequence[Any], one: Callable[[Sequence[Any]], None]
+    line: DelayedAverage,
+    updates: Any,
+    reduced: Sequence[Any],
+    variables: Sequence[Any],
+    one: Callable[[Sequence[Any]], None],
 ) -> None:
     """Makes the updates of a step, in place."""
     backend = backends.current()
@@ -388,7 +367,7 @@ def _repeat(
         variable.assign(value)
 
 
-def _apply_outstanding(line: _Line, *, keep: bool) -> None:
+def _apply_outstanding(line: DelayedAverage, *, keep: bool) -> None:
     """Makes the outstanding update outside of a step."""
     arrays = line.plan.take(keep=keep)
     optimizer = line.optimizer

@@ -17,7 +17,7 @@ from typing import Any
 
 from keras_hpc import _native, backends
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import keras_private, optimizer, scope
+from keras_hpc.keras_hooks import keras_private, optimizer, running
 
 
 class _Hooks:
@@ -49,9 +49,6 @@ class _Hooks:
             handle.remove()
 
 
-_hooks: weakref.WeakKeyDictionary[Any, _Hooks] = weakref.WeakKeyDictionary()
-
-
 def _arrived(hooks: weakref.ref[_Hooks], number: int, parameter: Any) -> None:
     owner = hooks()
     if owner is not None and owner.running:
@@ -76,8 +73,8 @@ def wrap(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         hooks = _hooks_of(owner) if _starts_early(owner) else None
         if hooks is None:
             return step(batches)
-        running = scope.step()
-        hooks.weight = None if running is None else running.count
+        this = running.step()
+        hooks.weight = None if this is None else this.count
         hooks.running = True
         try:
             return step(batches)
@@ -91,13 +88,6 @@ def wrap(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
             hooks.running = False
 
     return early
-
-
-def forget() -> None:
-    """Takes all hooks out."""
-    for hooks in _hooks.values():
-        hooks.remove()
-    _hooks.clear()
 
 
 def _is_keras_own(model: Any) -> bool:
@@ -114,11 +104,12 @@ def _starts_early(model: Any) -> bool:
 def _hooks_of(model: Any) -> _Hooks:
     """Returns the hooks on the variables that are trainable now. Collective where they are new."""
     variables = model.trainable_variables
-    hooks = _hooks.get(model)
+    state = current.job().known.model(model)
+    hooks: _Hooks | None = state.early_start
     plan, order = optimizer.plan_in_segment(model.optimizer, [None] * len(variables), variables)
     gradients = backends.current().gradients_of(plan)
     if hooks is None or hooks.gradients is not gradients or hooks.variables != list(map(id, variables)):
         if hooks is not None:
             hooks.remove()
-        hooks = _hooks[model] = _Hooks(variables, gradients, order)
+        hooks = state.early_start = _Hooks(variables, gradients, order)
     return hooks

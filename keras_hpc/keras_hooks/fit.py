@@ -1,142 +1,284 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of `fit`, `evaluate`, `predict` and `train_on_batch`: equal replicas before the first step, counted steps."""
+"""What happens from `fit` to its last callback, and in `evaluate`, `predict`, `train_on_batch` and `test_on_batch`.
+
+The only file that changes Keras' trainer, its iterator over data and its list of callbacks. The story of a `fit`:
+
+1. `fit` drops the callbacks that only the first rank runs (`root_only`).
+2. Keras opens the data: an `EpochIterator` gets this rank's part (`data.sharding`).
+3. Keras makes the step function: it counts its samples (`step`), starts reductions early (`early_start`).
+4. `on_train_begin`: a `Checkpoint` finds where to go on, callbacks restore what they have saved; ranks agree on the
+   epoch and on whether a callback may end training after any batch, and start with equal replicas (`replicas`).
+5. The first step makes equal what only a step builds. Each step reduces in `Optimizer.apply` (`optimizer`).
+6. The logs of an epoch are those of all ranks (`metrics`); validation is an `evaluate`.
+7. `on_epoch_end`: ranks agree whether to stop; a `Checkpoint` saves. At the end late averages are applied (`delayed`).
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
 from keras_hpc.job import current, meter, resources, trace
-from keras_hpc.keras_hooks import callbacks, delayed, early_start, keras_private, replicas, scope, state, step
+from keras_hpc.keras_hooks import (
+    building,
+    delayed,
+    early_start,
+    keras_private,
+    losses,
+    metrics,
+    replicas,
+    root_only,
+    running,
+    seeds,
+    step,
+)
+from keras_hpc.keras_hooks.checkpoint.session import Session
+from keras_hpc.keras_hooks.data import predicting, sharding
 
 Method = Callable[..., Any]
 
-# How the step functions that a model holds were made: {"train": (active, together, guard), "test": ...}.
-_modes: weakref.WeakKeyDictionary[Any, dict[str, tuple[bool, bool, bool]]] = weakref.WeakKeyDictionary()
-
 
 def install(job: Any, patcher: Any) -> None:
-    """Hooks the backend's trainer."""
+    """Hooks the backend's trainer, the iterator over data and the list of callbacks."""
     trainer = keras_private.backend_trainer()
     base = keras_private.get("keras.src.trainers.trainer:Trainer")
-    patcher.patch(keras_private.get("keras.src.trainers.epoch_iterator:EpochIterator"), "__init__", _noticing_adapter)
-    patcher.patch(trainer, "fit", _fitting)
-    patcher.patch(trainer, "evaluate", _quiet)
-    patcher.patch(trainer, "predict", _quiet)
-    patcher.patch(trainer, "train_on_batch", _training_on_batch)
-    patcher.patch(trainer, "test_on_batch", _testing_on_batch)
-    patcher.patch(trainer, "make_train_function", functools.partial(_counting, "train"))
-    patcher.patch(trainer, "make_test_function", functools.partial(_counting, "test"))
+    iterator = keras_private.get("keras.src.trainers.epoch_iterator:EpochIterator")
+    callbacks = keras.callbacks.CallbackList
+    patcher.patch(trainer, "fit", _fit)
+    patcher.patch(trainer, "evaluate", _evaluate)
+    patcher.patch(trainer, "predict", _predict)
+    patcher.patch(trainer, "train_on_batch", _train_on_batch)
+    patcher.patch(trainer, "test_on_batch", _test_on_batch)
+    patcher.patch(trainer, "make_train_function", functools.partial(_make_function, "train"))
+    patcher.patch(trainer, "make_test_function", functools.partial(_make_function, "test"))
+    patcher.patch(base, "_get_metrics_result_or_logs", _epoch_logs)
+    patcher.patch(iterator, "__init__", _open_data)
+    patcher.patch(iterator, "_enumerate_iterator", _steps_of_epoch)
+    patcher.patch(callbacks, "on_train_begin", _on_train_begin)
+    patcher.patch(callbacks, "on_train_batch_end", _on_train_batch_end)
+    patcher.patch(callbacks, "on_epoch_end", _on_epoch_end)
     if keras.backend.backend() == "tensorflow":
         patcher.patch(base, "_resolve_auto_jit_compile", _without_xla)
 
 
-def forget() -> None:
-    """Lets models make their steps anew: those that they hold would communicate."""
-    for model in list(_modes):
-        model.train_function = model.test_function = None
-    _modes.clear()
+def uninstall(job: Any) -> None:
+    """Lets models make their steps anew, as the user compiled them: those that they hold would communicate."""
+    for model, state in job.known.models():
+        if state.jit_compile is not None:
+            model.jit_compile = state.jit_compile
+        if state.step_modes:
+            model.train_function = model.test_function = None
+        if state.early_start is not None:
+            state.early_start.remove()
 
 
-def _fitting(original: Method) -> Method:
+# ---- fit, evaluate, predict
+
+
+def _fit(original: Method) -> Method:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
         resources.give_back()
-        if not current.active():
-            return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
-        saves = callbacks.saves(bound.arguments)
-        callbacks.only_mine(self, bound.arguments)
-        first = bound.arguments.get("initial_epoch", 0)
-        with scope.running_fit(scope.Fit(self, saves=saves, initial_epoch=first)):
-            result = original(*bound.args, **bound.kwargs)
-        delayed.drain(self)
-        return result
+        given = root_only.flat(bound.arguments.get("callbacks"))
+        session = None if current.is_local() else Session.of(self, given)
+        call = running.Call(
+            "fit",
+            self,
+            current.active(),
+            saves=any(map(root_only.saves, given)),
+            initial_epoch=bound.arguments.get("initial_epoch", 0),
+            session=session,
+        )
+        with running.running_call(call):
+            if not call.active and session is None:
+                return original(*bound.args, **bound.kwargs)
+            if call.active:
+                root_only.drop(self, bound.arguments)
+            if session is not None:
+                with session.request:
+                    try:
+                        result = original(*bound.args, **bound.kwargs)
+                    finally:
+                        self._initial_epoch = None  # of this `fit`, not of the next
+            else:
+                result = original(*bound.args, **bound.kwargs)
+            if call.active:
+                delayed.drain(self)
+                seeds.agree(current.team_of(self), "Model.fit()")
+            return result
 
     return fit
 
 
-def _quiet(original: Method) -> Method:
+def _evaluate(original: Method) -> Method:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def evaluate_or_predict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not current.active():
-            return original(self, *args, **kwargs)
-        bound = signature.bind(self, *args, **kwargs)
-        callbacks.only_mine(self, bound.arguments)
-        if not state.was_made_equal(self) and scope.fit() is None and callbacks.is_built(self):
-            state.synchronize(self)
-        delayed.drain(self)
-        state.average_moved(self)
-        return original(*bound.args, **bound.kwargs)
+    def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outer = running.call()
+        validates = outer is not None and outer.kind == "fit" and outer.model is self
+        call = running.Call("evaluate", self, current.active())
+        with running.running_call(call):
+            if not call.active:
+                return original(self, *args, **kwargs)
+            bound = signature.bind(self, *args, **kwargs)
+            root_only.drop(self, bound.arguments)
+            if bound.arguments.get("kwargs", {}).get("_use_cached_eval_dataset"):
+                call.adapter = self._eval_epoch_iterator.data_adapter
+            delayed.drain(self)
+            replicas.average_statistics(self)
+            if not validates:
+                replicas.agree(self, "evaluate")
+            result = original(*bound.args, **bound.kwargs)
+            if not validates:
+                seeds.agree(current.team_of(self), "Model.evaluate()")
+            return result
 
-    return evaluate_or_predict
+    return evaluate
 
 
-def _training_on_batch(original: Method) -> Method:
+def _predict(original: Method) -> Method:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = running.Call("predict", self, current.active())
+        with running.running_call(call):
+            if not call.active:
+                return original(self, *args, **kwargs)
+            bound = signature.bind(self, *args, **kwargs)
+            root_only.drop(self, bound.arguments)
+            delayed.drain(self)
+            replicas.average_statistics(self)
+            replicas.agree(self, "predict")
+            result = predicting.predict(original, self, bound.arguments)
+            seeds.agree(current.team_of(self), "Model.predict()")
+            return result
+
+    return predict
+
+
+def _train_on_batch(original: Method) -> Method:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def train_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scope.set_adapter(None)
-        if not current.active():
-            return original(self, *args, **kwargs)
-        if self.train_function is None or not state.was_made_equal(self):  # compile() and load_weights() make it so
-            given = signature.bind(self, *args, **kwargs).arguments
-            batch = tuple(given.get(name) for name in ("x", "y", "sample_weight"))
-            build(self, keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), batch))
-            state.synchronize(self)
-        result = original(self, *args, **kwargs)
-        state.average_after_step(self)
-        return result
+        with running.running_call(running.Call("train_on_batch", self, current.active())):
+            if not current.active():
+                return original(self, *args, **kwargs)
+            # compile() and load_weights() make it so, perhaps on one rank alone.
+            unequal = np.array([self.train_function is None or not replicas.was_synchronized(self)], np.int64)
+            current.team_of(self).allreduce(unequal, "max")
+            if unequal[0]:
+                given = signature.bind(self, *args, **kwargs).arguments
+                batch = tuple(given.get(name) for name in ("x", "y", "sample_weight"))
+                building.build(self, keras.tree.map_structure(_with_shape, batch))
+                replicas.synchronize(self)
+            result = original(self, *args, **kwargs)
+            replicas.average_after_step(self)
+            return result
 
     return train_on_batch
 
 
-def _testing_on_batch(original: Method) -> Method:
+def _with_shape(leaf: Any) -> Any:
+    return leaf if leaf is None or (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) else np.asarray(leaf)
+
+
+def _test_on_batch(original: Method) -> Method:
     @functools.wraps(original)
     def test_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scope.set_adapter(None)
-        return original(self, *args, **kwargs)
+        with running.running_call(running.Call("test_on_batch", self, current.active())):
+            return original(self, *args, **kwargs)
 
     return test_on_batch
 
 
-def _counting(kind: str, original: Method) -> Method:
+def _epoch_logs(original: Method) -> Method:
+    @functools.wraps(original)
+    def _get_metrics_result_or_logs(self: Any, logs: Any) -> Any:
+        call = running.call()
+        if not current.active() or (call is not None and call.own_data):
+            return original(self, logs)
+        replicas.average_statistics(self)
+        return metrics.reduce_logs(self, logs, original)
+
+    return _get_metrics_result_or_logs
+
+
+# ---- data
+
+
+def _open_data(original: Method) -> Method:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        call = running.call()
+        job = current.job()
+        if call is not None and not current.is_local() and call.kind in ("fit", "evaluate"):
+            team = current.team_of(call.model)
+            shard = sharding.adapter_for if job.shard else sharding.check_steps
+            adapter = shard(job, team, call, bound.arguments)
+            if adapter is not None:
+                shared = ("y", "sample_weight", "class_weight", "batch_size")
+                bound.arguments.update(dict.fromkeys(shared), x=adapter, shuffle=False)
+        original(*bound.args, **bound.kwargs)
+        if call is not None and call.adapter is None:  # `fit` opens its own data first, then those of its validation
+            call.adapter = self.data_adapter
+            if call.session is not None:
+                call.session.iterator = self
+
+    return __init__
+
+
+def _steps_of_epoch(original: Method) -> Method:
+    @functools.wraps(original)
+    def _enumerate_iterator(self: Any) -> Iterator[Any]:
+        call = running.call()
+        session = None if call is None else call.session
+        steps: Iterator[Any] = original(self)
+        return steps if session is None else session.steps_of(self, steps)
+
+    return _enumerate_iterator
+
+
+# ---- steps
+
+
+def _make_function(kind: str, original: Method) -> Method:
     """Makes step functions from a step that knows its batch size; makes them anew where the mode has changed."""
 
     @functools.wraps(original)
     def make_function(self: Any, force: bool = False) -> Any:
-        active = current.active()
-        adapter = scope.adapter()
-        together = active and (kind == "train" or hasattr(adapter, "may_be_empty"))  # which data have that we share out
-        mode = (active, together, active and bool(getattr(adapter, "may_be_empty", False)))
-        modes = _modes.setdefault(self, {})
+        mode = step.mode_of(kind, self)
+        modes = current.job().known.model(self).step_modes
         held = getattr(self, f"{kind}_function")
-        force = force or (held is not None and modes.get(kind, (False, False, False)) != mode)
+        force = force or (held is not None and modes.get(kind, step.PLAIN) != mode)
         modes[kind] = mode
-        if not active:
+        if not mode.active:
             return original(self, force=force)
         _refuse_xla(self)
-        wrap = functools.partial(step.wrap, self, f"{current.job().known.key_of(self, 'model')}/{kind}")
+        wrap = functools.partial(step.wrap, self, kind, mode)
         if keras.backend.backend() == "torch":  # whose functions look the step up whenever they run
             original(self, force=force)
         else:
-            _with_step(self, f"{kind}_step", lambda step: wrap(step, *mode[1:]), lambda: original(self, force=force))
+            _with_step(self, f"{kind}_step", wrap, lambda: original(self, force=force))
         made = getattr(self, f"{kind}_function")
         if made is not held or force:
             if keras.backend.backend() == "torch":
-                made = wrap(early_start.wrap(self, made) if kind == "train" else made, *mode[1:])
-            setattr(self, f"{kind}_function", _prepared(self, kind, made))
+                made = wrap(early_start.wrap(self, made) if kind == "train" else made)
+            setattr(self, f"{kind}_function", _first_step(self, kind, made))
         return None
 
     return make_function
@@ -156,7 +298,7 @@ def _with_step(model: Any, name: str, wrap: Callable[[Method], Method], work: Ca
             vars(model)[name] = own
 
 
-def _prepared(model: Any, kind: str, function: Method) -> Method:
+def _first_step(model: Any, kind: str, function: Method) -> Method:
     """Returns a step function that builds and synchronizes what is not built before its first step."""
     reference = weakref.ref(model)  # the model holds the function
 
@@ -164,10 +306,12 @@ def _prepared(model: Any, kind: str, function: Method) -> Method:
     def run(*args: Any) -> Any:
         owner: Any = reference()
         if kind == "train":
-            state.mark_moved(owner)
-        if not state.was_made_equal(owner) and hasattr(args[-1], "element_spec"):
-            build(owner, args[-1].element_spec)
-            state.synchronize(owner)
+            replicas.mark_statistics_local(owner)
+        if hasattr(args[-1], "element_spec") and not replicas.was_synchronized(owner):
+            building.build(owner, args[-1].element_spec)
+            if kind == "train":
+                building.trace(owner, owner.train_step, args[-1].element_spec)
+            replicas.synchronize(owner)
         with trace.step(f"{owner.name} {kind}"):
             results = function(*args)
         if kind == "train":
@@ -176,40 +320,6 @@ def _prepared(model: Any, kind: str, function: Method) -> Method:
         return results
 
     return run
-
-
-def build(model: Any, batch: Any, *, metrics: bool = False) -> None:
-    """Builds model and optimizer for a batch of data, or of shapes and dtypes, where Keras can.
-
-    Args:
-        model: a compiled model.
-        batch: what `fit` trains on.
-        metrics: whether the metrics must be built even if all else is; otherwise the first step builds them.
-    """
-
-    def symbolic(leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        return keras.KerasTensor(tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype))
-
-    compiled = getattr(model, "_compile_metrics", None)
-    if callbacks.is_built(model) and not (metrics and compiled is not None and not compiled.built):
-        return
-    try:
-        model._symbolic_build(data_batch=keras.tree.map_structure(symbolic, batch))
-    except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError):  # whatever a call() may raise
-        # A model without call(), as a GAN's with a train_step of its own, is built by its first step. There the funnel
-        # makes it equal; what is wrong with a model is raised by that step, too.
-        return
-
-
-def _noticing_adapter(original: Method) -> Method:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        scope.set_adapter(self.data_adapter)
-
-    return __init__
 
 
 def _without_xla(original: Method) -> Method:
@@ -224,4 +334,112 @@ def _refuse_xla(model: Any) -> None:
     """Turns XLA off on TensorFlow, which would have to leave its compiled program at each exchange."""
     if keras.backend.backend() == "tensorflow" and model.jit_compile:
         current.notice(f"model `{model.name}`: jit_compile=True is not available on several ranks, using False")
+        current.job().known.model(model).jit_compile = model.jit_compile
         model.jit_compile = False
+
+
+# ---- callbacks
+
+
+def _fit_of(callbacks: Any) -> running.Call | None:
+    """Returns the running `fit` that these callbacks belong to."""
+    call = running.call()
+    # Not `callbacks.model`: on JAX that would fetch all values.
+    return call if call is not None and call.kind == "fit" and callbacks._model is call.model else None
+
+
+def _on_train_begin(original: Method) -> Method:
+    @functools.wraps(original)
+    def on_train_begin(self: Any, logs: Any = None) -> None:
+        call = _fit_of(self)
+        if call is None:
+            original(self, logs)
+            return
+        if call.active:
+            _check_all_have_a_checkpoint(call)
+        if call.session is not None:
+            call.session.begin(self)
+        original(self, logs)
+        if call.active:
+            _begin_together(call, self)
+        if call.session is not None:
+            call.session.restore(self)
+
+    return on_train_begin
+
+
+def _begin_together(call: running.Call, callbacks: Any) -> None:
+    """Agree on what follows, and start with equal replicas. Collective."""
+    model, team = call.model, current.team_of(call.model)
+    losses.check_exact(model)
+    steps = callbacks.params.get("steps")
+    call.epochs = callbacks.params.get("epochs", 0)
+    # A callback may have restored weights and the epoch to go on with, on the root alone.
+    epoch = -1 if model._initial_epoch is None or team.rank > 0 else model._initial_epoch
+    message = np.array(
+        [not building.is_built(model), any(map(root_only.may_stop, callbacks.callbacks)), epoch], np.int64
+    )
+    team.allreduce(message, op="max")
+    call.agree_each_batch = bool(message[1])
+    model._initial_epoch = None if message[2] < 0 else int(message[2])
+    left = call.epochs - max(model._initial_epoch or 0, call.initial_epoch)
+    delayed.plan_schedule(model, None if steps is None else steps * max(left, 0))
+    if message[0]:  # the first step builds the rest, and then all is made equal
+        current.job().known.model(model).synchronized = None
+        if keras.backend.backend() == "torch" and not replicas.differ_in_kind(model):
+            replicas.synchronize(model)
+    else:
+        replicas.synchronize(model)
+
+
+def _check_all_have_a_checkpoint(call: running.Call) -> None:
+    team = current.team_of(call.model)
+    here = call.session is not None
+    flags = np.array([here, not here], np.int64)
+    team.allreduce(flags, op="max")
+    if flags.all():
+        raise ValueError(
+            "Checkpoint is collective. Expected it among the callbacks of every rank, without an `if "
+            f"keras_hpc.rank() == 0:`. Received: {'a' if here else 'no'} Checkpoint on rank {team.rank} of the team"
+        )
+
+
+def _on_train_batch_end(original: Method) -> Method:
+    @functools.wraps(original)
+    def on_train_batch_end(self: Any, batch: int, logs: Any = None) -> None:
+        original(self, batch, logs)
+        call = _fit_of(self)
+        if call is None:
+            return
+        if call.active and call.agree_each_batch:
+            _agree_to_stop(call)
+        if call.session is not None:
+            call.session.after_batch(self, batch)
+
+    return on_train_batch_end
+
+
+def _on_epoch_end(original: Method) -> Method:
+    @functools.wraps(original)
+    def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
+        call = _fit_of(self)
+        if call is not None and call.active and (call.saves or epoch + 1 >= call.epochs):
+            delayed.drain(call.model)
+        original(self, epoch, logs)
+        if call is None:
+            return
+        if call.active:
+            meter.after_step()  # JAX may have been ahead of its steps
+            _agree_to_stop(call)
+            if call.model.stop_training:
+                delayed.drain(call.model)
+        if call.session is not None:
+            call.session.after_epoch(self, epoch)
+
+    return on_epoch_end
+
+
+def _agree_to_stop(call: running.Call) -> None:
+    stop = np.array([bool(call.model.stop_training)], np.int64)
+    current.team_of(call.model).allreduce(stop, op="max")
+    call.model.stop_training = bool(stop[0])

@@ -7,20 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_hpc.keras_hooks import (
-    callbacks,
-    data,
-    delayed,
-    early_start,
     fit,
     losses,
     metrics,
     normalization,
     optimizer,
     replicas,
-    scope,
-    state,
+    saving,
+    seeds,
+    torch_optim,
 )
-from keras_hpc.keras_hooks.checkpoint import session
 
 _MISSING = object()
 
@@ -30,6 +26,7 @@ class Patcher:
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any]] = []
+        self._undo: list[Callable[[], Any]] = []
 
     def patch(self, owner: Any, name: str, make_replacement: Callable[[Any], Any]) -> None:
         """Sets `owner.name` to `make_replacement(original)` until `restore()`.
@@ -42,8 +39,14 @@ class Patcher:
         self._replaced.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, make_replacement(getattr(owner, name)))
 
+    def at_end(self, undo: Callable[[], Any]) -> None:
+        """Calls `undo` in `restore()`."""
+        self._undo.append(undo)
+
     def restore(self) -> None:
         """Puts back every replaced attribute, the last one first."""
+        while self._undo:
+            self._undo.pop()()
         while self._replaced:
             owner, name, original = self._replaced.pop()
             if original is _MISSING:
@@ -59,24 +62,24 @@ def install(job: Any) -> None:
     """Hooks into Keras for a running job.
 
     Args:
-        job: the `runtime.Job`.
-
+        job: the `Job`.
     """
     try:
-        for part in (state, losses, normalization, optimizer, delayed, fit, metrics, callbacks, data, session):
+        for part in (seeds, replicas, losses, normalization, optimizer, torch_optim, metrics, saving, fit):
             part.install(job, _patcher)
     except BaseException:  # whatever it was, Keras must not stay half changed; raised again
         uninstall(job)
         raise
 
 
+def begin(job: Any) -> None:
+    """Let the ranks agree on what they need before anything else. Collective."""
+    seeds.share(job.teams[0])
+    saving.begin(job)
+
+
 def uninstall(job: Any) -> None:
     """Takes every hook out. Keras is then as before `install`, and compiled steps that held hooks are forgotten."""
     _patcher.restore()
-    fit.forget()
-    optimizer.forget()
-    early_start.forget()
-    delayed.forget()
-    replicas.forget()
-    state.forget()
-    scope.forget()
+    fit.uninstall(job)
+    saving.uninstall(job)

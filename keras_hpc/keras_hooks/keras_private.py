@@ -14,9 +14,7 @@ from typing import Any
 
 import keras
 
-from keras_hpc.keras_hooks import data
-
-VERSIONS = "3.10 to 3.15"
+VERSIONS = "3.10 to 3.15"  # that it was seen in
 
 _OPTIMIZER = "keras.src.optimizers.base_optimizer:BaseOptimizer"
 _LOSS_SCALE = "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer"
@@ -29,35 +27,40 @@ BACKEND_TRAINERS = {
     "torch": "keras.src.backend.torch.trainer:TorchTrainer",
 }
 
-# name: Keras versions it was seen in. Names are `module:attribute`, the attribute may be dotted.
-REQUIRED = {
-    f"{_OPTIMIZER}.__init__": VERSIONS,
-    f"{_OPTIMIZER}.apply": VERSIONS,
-    f"{_OPTIMIZER}._clip_gradients": VERSIONS,
-    f"{_LOSS_SCALE}.apply": VERSIONS,
-    f"{_LOSS_SCALE}.stateless_apply": VERSIONS,
-    f"{_LOSS_SCALE}.check_finite": VERSIONS,
-    "keras.src.layers.normalization.batch_normalization:BatchNormalization._moments": VERSIONS,
-    f"{_TRAINER}._get_metrics_result_or_logs": VERSIONS,
-    f"{_TRAINER}._resolve_auto_jit_compile": VERSIONS,
-    f"{_TRAINER}._symbolic_build": VERSIONS,
-    f"{_LAYER}._flatten_layers": VERSIONS,
-    f"{_CALLBACKS}.on_train_begin": VERSIONS,
-    f"{_CALLBACKS}.on_epoch_end": VERSIONS,
-    f"{_CALLBACKS}.on_train_batch_end": VERSIONS,
-    "keras.src.trainers.epoch_iterator:EpochIterator.__init__": VERSIONS,
-    "keras.src.trainers.epoch_iterator:EpochIterator._enumerate_iterator": VERSIONS,
-    "keras.src.models.model:Model.load_weights": VERSIONS,
-    "keras.src.losses.loss:reduce_weighted_values": VERSIONS,
-    "keras.src.losses.loss:apply_mask": VERSIONS,
-    "keras.src.random.seed_generator:global_seed_generator": VERSIONS,
-    "keras.src.backend.common.global_state:get_global_attribute": VERSIONS,
-    "keras.src.backend.common.stateless_scope:in_stateless_scope": VERSIONS,
-    "keras.src.utils.python_utils:is_default": VERSIONS,
-}
+# Names are `module:attribute`, the attribute may be dotted.
+REQUIRED = [
+    f"{_OPTIMIZER}.__init__",
+    f"{_OPTIMIZER}.apply",
+    f"{_OPTIMIZER}._clip_gradients",
+    f"{_LOSS_SCALE}.apply",
+    f"{_LOSS_SCALE}.stateless_apply",
+    f"{_LOSS_SCALE}.check_finite",
+    "keras.src.layers.normalization.batch_normalization:BatchNormalization._moments",
+    f"{_TRAINER}._get_metrics_result_or_logs",
+    f"{_TRAINER}._resolve_auto_jit_compile",
+    f"{_TRAINER}._aggregate_additional_loss",
+    f"{_TRAINER}._symbolic_build",
+    f"{_LAYER}._flatten_layers",
+    f"{_CALLBACKS}.on_train_begin",
+    f"{_CALLBACKS}.on_epoch_end",
+    f"{_CALLBACKS}.on_train_batch_end",
+    "keras.src.trainers.epoch_iterator:EpochIterator.__init__",
+    "keras.src.trainers.epoch_iterator:EpochIterator._enumerate_iterator",
+    "keras.src.models.model:Model.load_weights",
+    "keras.src.losses.loss:reduce_weighted_values",
+    "keras.src.losses.loss:apply_mask",
+    "keras.src.random.seed_generator:global_seed_generator",
+    "keras.src.backend.common.global_state:get_global_attribute",
+    "keras.src.backend.common.global_state:set_global_attribute",
+    "keras.src.layers.layer:CallContext",
+    "keras.src.backend.common.stateless_scope:in_stateless_scope",
+    "keras.src.utils.python_utils:is_default",
+]
 
 # The key under which Keras keeps the generator of `keras.random` functions without a seed.
 GLOBAL_SEED_GENERATOR = "global_seed_generator"
+# That under which it keeps the seed of `keras.utils.set_random_seed`.
+GLOBAL_RANDOM_SEED = "global_random_seed"
 
 # Present in some versions only: `find` returns None where they are missing.
 OPTIONAL = {
@@ -73,11 +76,43 @@ REQUIRED_ATTRIBUTES = {
     f"{_LOSS_SCALE}.__init__": ("inner_optimizer",),
     "keras.src.backend.common.variables:Variable.__init__": ("_value",),
     f"{_TRAINER}.__init__": ("_initial_epoch", "_compile_loss"),
+    "keras.src.layers.layer:CallContext.__init__": ("entry_layer",),
+    f"{_LAYER}._get_call_context": ("current_call_ctx",),
     f"{_LAYER}._initialize_tracker": ("_non_trainable_variables", "_seed_generators"),
     f"{_CALLBACKS}.__init__": ("callbacks", "set_model"),
     f"{_CALLBACKS}._add_default_callbacks": ("_history",),
     "keras.src.callbacks.callback:Callback.__init__": ("_model",),
     "keras.src.trainers.epoch_iterator:EpochIterator.__init__": ("_current_iterator", "_steps_seen"),
+}
+
+
+_ADAPTERS = "keras.src.trainers.data_adapters"
+
+# What sharing out data needs, as "module:name".
+_DATA = (
+    "keras.src.trainers.epoch_iterator:EpochIterator.__init__",
+    f"{_ADAPTERS}:is_tf_dataset",
+    f"{_ADAPTERS}:is_torch_dataloader",
+    f"{_ADAPTERS}.data_adapter:DataAdapter",
+    f"{_ADAPTERS}.array_data_adapter:ArrayDataAdapter",
+    f"{_ADAPTERS}.array_data_adapter:can_convert_arrays",
+    f"{_ADAPTERS}.array_slicing:convert_to_sliceable",
+    f"{_ADAPTERS}.array_slicing:slice_tensorflow_sparse_wrapper",
+    f"{_ADAPTERS}.array_slicing:TensorflowSparseWrapper",
+    f"{_ADAPTERS}.data_adapter_utils:get_torch_dataloader",
+    f"{_ADAPTERS}.data_adapter_utils:is_tensorflow_sparse",
+    f"{_ADAPTERS}.py_dataset_adapter:OrderedEnqueuer",
+    f"{_ADAPTERS}.py_dataset_adapter:PyDatasetAdapter._get_iterator",
+    f"{_ADAPTERS}.py_dataset_adapter:PyDatasetAdapter._standardize_batch",
+    f"{_ADAPTERS}.tf_dataset_adapter:TFDatasetAdapter",
+    f"{_ADAPTERS}.torch_data_loader_adapter:TorchDataLoaderAdapter",
+)
+
+# Attributes that Keras sets on instances, as "module:class" and the names that its `__init__` must mention.
+_DATA_ATTRIBUTES = {
+    f"{_ADAPTERS}.array_data_adapter:ArrayDataAdapter": ("_inputs",),
+    f"{_ADAPTERS}.py_dataset_adapter:PyDatasetAdapter": ("enqueuer", "py_dataset"),
+    f"{_ADAPTERS}.torch_data_loader_adapter:TorchDataLoaderAdapter": ("_dataloader", "_num_batches"),
 }
 
 
@@ -104,6 +139,33 @@ def get(name: str) -> Any:
             f"install one of these, or a newer keras_hpc. Received: keras=={keras.__version__}"
         )
     return found
+
+
+def adapter(name: str) -> Any:
+    """Returns a name of Keras' data adapters, `module:attribute`."""
+    return get(f"{_ADAPTERS}{'' if name.startswith(':') else '.'}{name}")
+
+
+def stored(key: str) -> Any:
+    """Returns what Keras keeps under a key for the whole process, or None."""
+    return get("keras.src.backend.common.global_state:get_global_attribute")(key)
+
+
+def store(key: str, value: Any) -> None:
+    """Sets what Keras keeps under a key for the whole process."""
+    get("keras.src.backend.common.global_state:set_global_attribute")(key, value)
+
+
+def entry_layer() -> Any:
+    """Returns the outermost layer or model whose call runs in this thread, or None."""
+    return getattr(stored("current_call_ctx"), "entry_layer", None)
+
+
+def tensorflow_seed(tensorflow: Any) -> int | None:
+    """Returns TensorFlow's global seed, or None where it is not set."""
+    unset = 87654321  # what TensorFlow uses then, beside the seed of an operation
+    found = tensorflow.compat.v1.random.get_seed(1)[0]
+    return None if found in (None, unset) else int(found)
 
 
 def module(name: str) -> ModuleType:
@@ -134,11 +196,11 @@ def check() -> None:
     trainer = backend_trainer()
     for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "make_train_function"):
         get(f"{BACKEND_TRAINERS[keras.backend.backend()]}.{name}")
-    for name in (*REQUIRED, *data.REQUIRED):
+    for name in (*REQUIRED, *_DATA):
         get(name)
     for owner, attributes in REQUIRED_ATTRIBUTES.items():
         _check_mentions(owner, get(owner), attributes)
-    for owner, attributes in data.REQUIRED_ATTRIBUTES.items():
+    for owner, attributes in _DATA_ATTRIBUTES.items():
         _check_mentions(owner, get(owner).__init__, attributes)
     if keras.backend.backend() == "jax":
         _check_mentions(trainer.__name__, trainer.fit, ("_jax_state_synced", "jax_state_sync"))  # type: ignore[attr-defined]
@@ -150,10 +212,10 @@ def check() -> None:
 
 def activity_loss_is_per_sample() -> bool:
     """Returns whether this Keras divides activity regularization by the batch size (it began to after 3.10)."""
-    return "divide_no_nan" in _names(get(f"{_LAYER}.__call__"))
+    return "divide_no_nan" in names_in(get(f"{_LAYER}.__call__"))
 
 
-def _names(function: Any) -> set[str]:
+def names_in(function: Any) -> set[str]:
     """Returns all names and strings that a function and the functions inside it mention."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
@@ -166,12 +228,12 @@ def _names(function: Any) -> set[str]:
     # A decorated function without `__wrapped__` is reached through its closure.
     for cell in function.__closure__ or ():
         if callable(cell.cell_contents) and hasattr(cell.cell_contents, "__code__"):
-            found |= _names(cell.cell_contents)
+            found |= names_in(cell.cell_contents)
     return found
 
 
 def _check_mentions(owner: str, function: Any, attributes: tuple[str, ...]) -> None:
-    missing = [name for name in attributes if name not in _names(function)]
+    missing = [name for name in attributes if name not in names_in(function)]
     if missing:
         raise ImportError(
             f"keras_hpc does not fit Keras {keras.__version__}: `{owner}` has no attribute {missing} any more. "

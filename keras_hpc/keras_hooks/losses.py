@@ -21,7 +21,7 @@ import keras
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.keras_hooks import keras_private, scope
+from keras_hpc.keras_hooks import keras_private, running
 
 
 def install(job: Any, patcher: Any) -> None:
@@ -37,7 +37,7 @@ def install(job: Any, patcher: Any) -> None:
             dtype: Any = None,
         ) -> Any:
             loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
-            step = scope.step()
+            step = running.step()
             if not _exchanges(step) or len(values.shape) == 0:
                 return loss
             divisor = _divisor(loss.dtype, sample_weight, mask, reduction)
@@ -48,13 +48,26 @@ def install(job: Any, patcher: Any) -> None:
     def divide_step(original: Any) -> Any:
         @functools.wraps(original)
         def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-            step = scope.step()
+            step = running.step()
             if sample_weight is None and _exchanges(step) and any(metric is self for metric in _output_losses(step)):
                 sample_weight = _part(step)
             return original(self, values, sample_weight=sample_weight)
 
         return update_state
 
+    def add_up(original: Any) -> Any:
+        @functools.wraps(original)
+        def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
+            total = original(self, loss)
+            step = running.step()
+            if not _exchanges(step) or len(loss.shape) == 0:
+                return total
+            return total * keras.ops.cast(_share(step, 1.0), total.dtype)  # a loss of each sample, which Keras adds up
+
+        return _aggregate_additional_loss
+
+    trainer = keras_private.get("keras.src.trainers.trainer:Trainer")
+    patcher.patch(trainer, "_aggregate_additional_loss", add_up)
     patcher.patch(keras_private.module("keras.src.losses.loss"), "reduce_weighted_values", weigh)
     patcher.patch(keras.metrics.Mean, "update_state", divide_step)
 
@@ -81,16 +94,16 @@ def check_exact(model: Any) -> None:
         current.notice(f"results depend on the number of ranks: {text}")
 
 
-def _exchanges(step: scope.Step | None) -> TypeGuard[scope.Step]:
-    return step is not None and step.together and step.count is not None and current.active()
+def _exchanges(step: running.Step | None) -> TypeGuard[running.Step]:
+    return step is not None and step.in_lockstep and step.count is not None and current.active()
 
 
-def _output_losses(step: scope.Step) -> list[Any]:
+def _output_losses(step: running.Step) -> list[Any]:
     loss = getattr(step.model, "_compile_loss", None)
     return [] if loss is None else list(loss.metrics)
 
 
-def _part(step: scope.Step) -> Any:
+def _part(step: running.Step) -> Any:
     """Returns `n_r / sum(n_r)`, exchanged once a step."""
     count = keras.ops.cast(step.count, "float32")
     if step.total is None:
@@ -98,7 +111,7 @@ def _part(step: scope.Step) -> Any:
     return keras.ops.divide_no_nan(count, step.total[0])
 
 
-def _sum(step: scope.Step, numbers: Any) -> list[Any]:
+def _sum(step: running.Step, numbers: Any) -> list[Any]:
     """Returns the sum of a few numbers over all ranks."""
     specs = [TensorSpec("counts", tuple(numbers.shape), "float32")]
     plan = current.team_of(step.model).plan(
@@ -123,7 +136,7 @@ def _divisor(dtype: Any, sample_weight: Any, mask: Any, reduction: Any) -> Any:
     return None
 
 
-def _share(step: scope.Step, divisor: Any) -> Any:
+def _share(step: running.Step, divisor: Any) -> Any:
     """Returns `(d_r / sum(d_r)) (sum(n_r) / n_r)`; 1 on a rank without samples."""
     count = keras.ops.cast(step.count, "float32")
     divided = isinstance(divisor, float)  # then the sums stay sums

@@ -1,34 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of all ranks: their sums and counts are added up at the end of an epoch and of `evaluate`."""
+"""Metrics of all ranks: their states are merged at the end of an epoch and of `evaluate`.
+
+The state of Keras' metrics is sums and counts, which are added up. Of others a metric may say how to merge it: each
+variable by its `aggregation`, or all together by `merge_state(metrics)`.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
 from keras_hpc import backends
-from keras_hpc.job import current
-from keras_hpc.keras_hooks import keras_private, state
+from keras_hpc.job import current, log
+from keras_hpc.keras_hooks import keras_private
+
+_SAID = "_keras_hpc_aggregation"  # on a variable whose aggregation the user has chosen
 
 
 def install(job: Any, patcher: Any) -> None:
-    """Hooks the method through which `fit` and `evaluate` get their final logs."""
+    """Notices which variables of metrics say how they are to be merged."""
 
-    def reduced(original: Callable[..., Any]) -> Callable[..., Any]:
+    def noticing(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def _get_metrics_result_or_logs(self: Any, logs: Any) -> Any:
-            if not current.active():
-                return original(self, logs)
-            state.average_moved(self)
-            return reduce_logs(self, logs, original)
+        def add_variable(self: Any, *args: Any, **kwargs: Any) -> Any:
+            variable = original(self, *args, **kwargs)
+            if len(args) > 3 or "aggregation" in kwargs:
+                setattr(variable, _SAID, True)
+            return variable
 
-        return _get_metrics_result_or_logs
+        return add_variable
 
-    patcher.patch(keras_private.get("keras.src.trainers.trainer:Trainer"), "_get_metrics_result_or_logs", reduced)
+    patcher.patch(keras.metrics.Metric, "add_variable", noticing)
 
 
 def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> Any:
@@ -40,8 +46,8 @@ def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> An
         result_or_logs: Keras' method, which takes metrics where their names match those of `logs`.
     """
     team = current.team_of(model)
-    logs = logs if isinstance(logs, dict) else {}
-    scalars = {name: float(value) for name, value in logs.items() if np.ndim(_number(value)) == 0}
+    logs = _flat(logs) if isinstance(logs, dict) else {}
+    scalars = {name: float(number) for name, value in logs.items() if np.ndim(number := _number(value)) == 0}
     local = model.get_metrics_result()
     # A custom step may log a metric under its name, beside other values. On every rank it must be the same metric.
     is_metric = [name in local and _same(scalars[name], local[name]) for name in scalars]
@@ -56,13 +62,21 @@ def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> An
     return result
 
 
+def _flat(logs: dict[str, Any]) -> dict[str, Any]:
+    """Returns logs as Keras flattens them: the metrics of `compile` are a dictionary of their own in `self.metrics`."""
+    flat: dict[str, Any] = {}
+    for name, value in sorted(logs.items()):
+        flat |= _flat(value) if isinstance(value, dict) else {name: value}
+    return flat
+
+
 def reduce_metrics(model: Any, team: Any, extra: list[float]) -> np.ndarray:
-    """Adds up the metric variables of all ranks in place, in one message. Collective.
+    """Merges the metrics of all ranks in place, in one message. Collective.
 
     The sum is in float64, which holds float32 sums and integers up to 2^53 exactly.
 
     Args:
-        model: the model whose `metrics` are reduced.
+        model: the model whose `metrics` are merged.
         team: its team.
         extra: numbers that travel along.
 
@@ -70,7 +84,10 @@ def reduce_metrics(model: Any, team: Any, extra: list[float]) -> np.ndarray:
         The sums of `extra`.
     """
     backend = backends.current()
-    variables = list({id(v): v for v in model.metrics_variables}.values())
+    merging = [metric for metric in _leaves(model.metrics) if callable(getattr(metric, "merge_state", None))]
+    merged = {id(v) for metric in merging for v in metric.variables}
+    variables = [v for v in {id(v): v for v in model.metrics_variables}.values() if id(v) not in merged]
+    _warn_of_unknown(model, merging)
     arrays = [backend.to_numpy(variable.value) for variable in variables]
     parts = [array.reshape(-1).astype(np.float64) for array in arrays]
     for variable, part in zip(variables, parts, strict=True):
@@ -85,7 +102,59 @@ def reduce_metrics(model: Any, team: Any, extra: list[float]) -> np.ndarray:
         if variable.aggregation == "mean":
             value = value / team.size
         backend.assign(variable, value.astype(array.dtype))
+    for metric in merging:
+        _merge(metric, team)
     return buffer[start:]
+
+
+def _merge(metric: Any, team: Any) -> None:
+    """Lets a metric merge the states of all ranks, in rank order, the same on each. Collective."""
+    backend = backends.current()
+    arrays = [backend.to_numpy(variable.value) for variable in metric.variables]
+    everyone = [team.allgather(array[None]) for array in arrays]
+    others = [type(metric).from_config(metric.get_config()) for _ in range(team.size - 1)]
+    for rank, holder in enumerate([metric, *others]):
+        for variable, values in zip(holder.variables, everyone, strict=True):
+            backend.assign(variable, values[rank])
+    metric.merge_state(others)
+
+
+def _leaves(metrics: Iterable[Any]) -> Iterator[Any]:
+    """The metrics that the user knows: those of `compile` are inside one of Keras' own."""
+    for metric in metrics:
+        inner = getattr(metric, "metrics", None) if type(metric).__module__.startswith("keras.") else None
+        if inner:
+            yield from _leaves(inner)
+        else:
+            yield metric
+
+
+def _warn_of_unknown(model: Any, merging: list[Any]) -> None:
+    """Names metrics of which nobody can know whether adding up their states is right, once."""
+    said = current.job().said
+    for metric in _leaves(model.metrics):
+        name = f"{type(metric).__name__} `{metric.name}`"
+        if metric in merging or name in said or _adds_up(metric):
+            continue
+        said.add(name)
+        if current.team_of(model).rank == 0:
+            log.warning(
+                f"The metric {name} keeps a state of its own, which keras_hpc adds up over the ranks. If its state is "
+                'no sum, its value is wrong. Say so: `add_variable(..., aggregation="sum")`, "mean" or '
+                '"only_first_replica", or give the class a method `merge_state(self, metrics)` that merges the '
+                "states of other metrics of its kind into its own."
+            )
+
+
+def _adds_up(metric: Any) -> bool:
+    """Whether the state of a metric is sums, as far as one can see."""
+    update = type(metric).update_state
+    if update.__module__.startswith("keras."):
+        return True
+    if all(hasattr(variable, _SAID) for variable in metric.variables):
+        return True
+    names = keras_private.names_in(update)
+    return "assign_add" in names and "assign" not in names
 
 
 def _number(value: Any) -> Any:

@@ -25,7 +25,7 @@ from keras import ops
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.keras_hooks import scope
+from keras_hpc.keras_hooks import running
 
 
 def install(job: Any, patcher: Any) -> None:
@@ -59,16 +59,26 @@ def _on_every_backend(original: Any) -> Any:
     return __init__
 
 
+class _Unsynchronized:
+    """A layer as if it normalized over this rank's batch alone."""
+
+    synchronized = False
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
 def _together(original: Any) -> Any:
     @functools.wraps(original)
     def _moments(self: Any, inputs: Any, mask: Any) -> Any:
         if not self.synchronized:
             return original(self, inputs, mask)
-        self.synchronized = False  # Keras knows it on TensorFlow only, with tf.distribute
-        try:
-            mean, variance = original(self, inputs, mask)
-        finally:
-            self.synchronized = True
+        # Keras knows `synchronized` on TensorFlow only, with tf.distribute. Its method gets a layer that says no, and
+        # not this one changed for the moment: another thread may call it, too.
+        mean, variance = original(_Unsynchronized(self), inputs, mask)
         if not current.active() or isinstance(inputs, keras.KerasTensor):
             return mean, variance
         return _combine(self, mean, variance, inputs, mask)
@@ -87,8 +97,8 @@ def _count(layer: Any, inputs: Any, mask: Any, samples: Any) -> Any:
 
 
 def _combine(layer: Any, mean: Any, variance: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
-    step = scope.step()
-    team = current.team_of(layer if step is None else step.model)
+    step = running.step()
+    team = current.team_of(layer if step is None or step.model is None else step.model)
     count = None if step is None else step.count
     samples = ops.cast(1 if count is None else count, mean.dtype)  # the weight of this rank's gradients
     number = _count(layer, inputs, mask, samples)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The funnel: every update of every optimizer passes `apply`, and there gradients become those of all ranks.
+"""Every update of every optimizer passes `apply`, and there gradients become those of all ranks.
 
 Only the outermost call reduces: `LossScaleOptimizer` and `MultiOptimizer` call `apply` of the optimizers they hold.
 Gradients are reduced before the check for finite values, clipping and norms, so that all ranks decide alike.
@@ -14,26 +14,24 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
 from keras_hpc import backends
-from keras_hpc.job import current
+from keras_hpc.job import current, log
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.keras_hooks import delayed, keras_private, scope, state
+from keras_hpc.keras_hooks import delayed, keras_private, replicas, running
+from keras_hpc.keras_hooks import variables as model_variables
 
 
-class _Funnel(threading.local):
-    outer: Any = None  # the optimizer whose call is the outermost
-    deferred: bool = False  # whether reduction waits for the accumulated gradients
+class _Applying(threading.local):
+    optimizer: Any = None  # the optimizer whose call is the outermost
+    reduce_later: bool = False  # whether reduction waits for the accumulated gradients
 
 
-_funnel = _Funnel()
-# Of an optimizer: the plans of its gradients that lie in their segment, and whose gradients those are.
-_segments: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[Any, list[int]]]] = weakref.WeakKeyDictionary()
+_applying = _Applying()
 
 
 def install(job: Any, patcher: Any) -> None:
@@ -68,17 +66,14 @@ def install(job: Any, patcher: Any) -> None:
     wrap_subclasses(base)
     patcher.patch(base, "__init__", notice_class)
     patcher.patch(base, "_clip_gradients", _reducing_accumulated)
-    patcher.patch(loss_scale, "check_finite", _agreeing)
-
-
-def forget() -> None:
-    """Forgets the plans of every optimizer."""
-    _segments.clear()
+    patcher.patch(loss_scale, "check_finite", _check_finite)
 
 
 def accumulates(optimizer: Any) -> bool:
     """Returns whether an optimizer, or one that it holds, accumulates gradients."""
-    return bool(optimizer.gradient_accumulation_steps) or any(map(accumulates, state.held_optimizers(optimizer)))
+    return bool(optimizer.gradient_accumulation_steps) or any(
+        map(accumulates, model_variables.held_optimizers(optimizer))
+    )
 
 
 def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,9 +81,14 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inside = _funnel.outer is not None
-        pipelined = current.active() and current.team_of(_funnel.outer or self).schedule.pipelined
-        if not current.active() or (inside and not (_funnel.deferred and _reduces_in_deferral(self, pipelined))):
+        if running.building():
+            return original(self, *args, **kwargs)
+        if not current.active():
+            _guard_trace(self, kwargs.get("grads", args[0] if args else ()))
+            return original(self, *args, **kwargs)
+        inside = _applying.optimizer is not None
+        pipelined = current.team_of(_applying.optimizer or self).schedule.pipelined
+        if inside and not (_applying.reduce_later and _reduces_in_deferral(self, pipelined)):
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         gradients = list(bound.arguments["grads"])
@@ -100,20 +100,22 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
             bound.arguments["grads"] = reduce_gradients(self, gradients, variables, None)
             return original(*bound.args, **bound.kwargs)
         _make_equal(self, list(variables), stateless)
-        step = scope.step()
+        step = running.step()
         count = None if step is None else step.count
-        deferred = accumulates(self)
-        here = pipelined and (not deferred or bool(self.gradient_accumulation_steps))
-        if deferred or not pipelined:
-            prepare = _scale_by_share if deferred else reduce_gradients
+        if step is None or step.model is None:
+            warn_of_equal_gradients(current.team_of(self), gradients)
+        reduce_later = accumulates(self)
+        here = pipelined and (not reduce_later or bool(self.gradient_accumulation_steps))
+        if reduce_later or not pipelined:
+            prepare = _scale_by_share if reduce_later else reduce_gradients
             bound.arguments["grads"] = gradients = prepare(self, gradients, variables, count)
-        _funnel.outer, _funnel.deferred = self, deferred
+        _applying.optimizer, _applying.reduce_later = self, reduce_later
         try:
             if here:
                 return _apply_pipelined(self, original, bound, gradients, variables, count)
             return original(*bound.args, **bound.kwargs)
         finally:
-            _funnel.outer, _funnel.deferred = None, False
+            _applying.optimizer, _applying.reduce_later = None, False
 
     # Dynamo would trace into the engine's Python.
     return backends.current().uncompiled(wrapper) if keras.backend.backend() == "torch" else wrapper
@@ -125,14 +127,14 @@ def _reduces_in_deferral(optimizer: Any, pipelined: bool) -> bool:
     That is one that does not accumulate beside one that does. In a pipelined team it is every innermost one, as whole
     updates are late there.
     """
-    return not state.held_optimizers(optimizer) and (pipelined or not optimizer.gradient_accumulation_steps)
+    return not model_variables.held_optimizers(optimizer) and (pipelined or not optimizer.gradient_accumulation_steps)
 
 
 def _apply_pipelined(
     optimizer: Any, original: Callable[..., Any], bound: Any, gradients: list[Any], variables: Sequence[Any], count: Any
 ) -> Any:
     key = _key(optimizer)
-    team = current.team_of(_funnel.outer or optimizer)
+    team = current.team_of(_applying.optimizer or optimizer)
     if original.__name__ == "stateless_apply":
 
         def update_state(values: Any, averages: list[Any]) -> Any:
@@ -155,7 +157,7 @@ def _apply_pipelined(
 def _reducing_accumulated(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _clip_gradients(self: Any, grads: Any) -> Any:
-        if _funnel.deferred and self.gradient_accumulation_steps and current.active():
+        if _applying.reduce_later and self.gradient_accumulation_steps and current.active():
             due = None
             if keras.backend.backend() == "jax":  # others call this only when an update is due
                 due = (self._iterations + 1) % self.gradient_accumulation_steps == 0
@@ -165,11 +167,11 @@ def _reducing_accumulated(original: Callable[..., Any]) -> Callable[..., Any]:
     return _clip_gradients
 
 
-def _agreeing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _check_finite(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def check_finite(self: Any, grads: Any) -> Any:
         finite = original(self, grads)
-        if not (_funnel.deferred and current.active()):
+        if not (_applying.reduce_later and current.active()):
             return finite
         flag = keras.ops.reshape(keras.ops.cast(finite, "int32"), (1,))
         return _exchange(self, "finite", flag, "min")[0] > 0
@@ -191,12 +193,17 @@ def reduce_gradients(
     """
     result = list(gradients)
     # Backward computes the last variable's gradient first.
-    order = [index for index in reversed(range(len(gradients))) if gradients[index] is not None]
+    local = model_variables.known_local()
+    order = [
+        index
+        for index in reversed(range(len(gradients)))
+        if gradients[index] is not None and not (local and variables and id(variables[index]) in local)
+    ]
     extremes = _overwriting(variables)
     sparse = [index for index in order if hasattr(gradients[index], "dense_shape")]
     maxima = [index for index in order if index in extremes]
     means = [index for index in order if index not in extremes and index not in sparse]
-    team = current.team_of(_funnel.outer or optimizer)
+    team = current.team_of(_applying.optimizer or optimizer)
     backend = backends.current()
     if keras.backend.backend() == "torch":
         plan, means = plan_in_segment(optimizer, gradients, variables)
@@ -224,8 +231,8 @@ def plan_in_segment(optimizer: Any, gradients: Sequence[Any], variables: Sequenc
         gradients: this rank's, or None for those that are not known yet.
         variables: theirs; empty where Keras does not say, and then all gradients exist.
     """
-    team = current.team_of(_funnel.outer or optimizer)
-    known = _segments.setdefault(optimizer, {})
+    team = current.team_of(_applying.optimizer or optimizer)
+    known = current.job().known.optimizer(optimizer).in_segment
     # Asked for in every step, as PyTorch traces none. An optimizer keeps its variables, so their ids are not reused.
     key = (team.id, *map(id, variables), *(gradient is not None and gradient.dtype for gradient in gradients))
     if not variables or key not in known:
@@ -244,7 +251,7 @@ def _replace(values: list[Any], indices: Sequence[int], new: Sequence[Any]) -> N
 
 def _spec(index: int, gradient: Any, variables: Sequence[Any]) -> Any:
     owner = variables[index] if variables else gradient
-    name = scope.plain_name(owner) if variables else "accumulated gradient"
+    name = running.plain_name(owner) if variables else "accumulated gradient"
     dtype = keras.backend.standardize_dtype((owner if gradient is None else gradient).dtype)
     return TensorSpec(f"{index}: {name}", tuple(owner.shape), dtype)
 
@@ -302,34 +309,68 @@ def _key(optimizer: Any) -> str:
 
 
 def _exchange(optimizer: Any, name: str, tensor: Any, op: str) -> Any:
-    team = current.team_of(_funnel.outer or optimizer)
+    team = current.team_of(_applying.optimizer or optimizer)
     specs = [TensorSpec(name, tuple(tensor.shape), keras.backend.standardize_dtype(tensor.dtype))]
     plan = team.plan(f"{_key(optimizer)}/{name}", specs, op=op, weighted=False)
     return backends.current().reduce(plan, [tensor])[0]
 
 
+def _guard_trace(optimizer: Any, gradients: Any) -> None:
+    """Makes a step that is traced in `local()` fail where it runs outside: it would never communicate again."""
+    traced = next((g for g in gradients or () if g is not None and backends.current().is_traced(g)), None)
+    if traced is not None and current.is_local() and current.job().size > 1 and running.call() is None:
+        backends.current().check_when_run(_refuse_outside_of_local)
+
+
+def _refuse_outside_of_local() -> None:
+    if not current.is_local() and current.is_initialized() and _applying.optimizer is None:
+        raise RuntimeError(
+            "A training step that was traced inside keras_hpc.local() runs outside of it. It would not average "
+            "gradients. Trace it outside first, or make another tf.function or jax.jit of it for local()."
+        )
+
+
+def warn_of_equal_gradients(team: Any, gradients: Sequence[Any]) -> None:
+    """Says once that all ranks have computed the same in a loop of the user's own. Collective."""
+    job = current.job()
+    if team.size == 1 or "equal gradients" in job.said:
+        return
+    known = [gradient for gradient in gradients if gradient is not None and not hasattr(gradient, "dense_shape")]
+    if not known or any(map(backends.current().is_traced, known)):
+        return
+    job.said.add("equal gradients")
+    everyone = team.allgather(model_variables.digests(known)[None])
+    if (everyone == everyone[0]).all() and team.rank == 0:
+        log.warning(
+            "All ranks have computed the same gradients: in a training loop of your own, each reads all of the data. "
+            "Give each rank its part: keras_hpc.shard(data)."
+        )
+
+
 def _make_equal(optimizer: Any, variables: list[Any], stateless: bool) -> None:
     """Gives replicas equal variables before the first update that `fit` and `train_on_batch` did not prepare."""
-    step = scope.step()
+    step = running.step()
     backend = keras.backend.backend()
     if backend == "torch":
         # Gradients were computed already. In `fit`, replicas were made equal before.
-        if not state.is_equal(optimizer):
-            state.check_equal(optimizer, [*variables, *optimizer.variables])
+        if not replicas.is_synchronized(optimizer):
+            replicas.check_equal(optimizer, [*variables, *optimizer.variables])
         return
-    owner = optimizer if step is None else step.model
-    if state.is_equal(owner):
+    model = None if step is None else step.model
+    if replicas.is_synchronized(optimizer if model is None else model):
         return
     if backend == "tensorflow":
         import tensorflow as tf
 
         with tf.init_scope():  # at trace time, before the traced function runs for the first time
-            if step is None:
-                state.synchronize_optimizer(optimizer, variables)
-            else:
-                state.synchronize(owner)
-    elif step is None:
+            if model is None or not tf.executing_eagerly():
+                replicas.synchronize_optimizer(optimizer, variables)
+            elif not replicas.is_synchronized(optimizer):
+                if not optimizer.built:
+                    optimizer.build(variables)
+                replicas.synchronize_optimizer(optimizer, variables)
+    elif model is None:
         if stateless or keras_private.get("keras.src.backend.common.stateless_scope:in_stateless_scope")():
-            state.check_equal(optimizer, optimizer._trainable_variables)
+            replicas.check_equal(optimizer, optimizer._trainable_variables)
         else:
-            state.synchronize_optimizer(optimizer, variables)
+            replicas.synchronize_optimizer(optimizer, variables)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the ranks' replicas of a model, bit for bit: a flipped bit, or a bug, makes them differ."""
+"""Replicas of a model: makes them equal, averages what each rank took from its own data, and compares them."""
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,22 +11,189 @@ import keras
 import numpy as np
 import xxhash
 
-from keras_hpc import backends
 from keras_hpc.errors import ReplicaMismatchError
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import state
+from keras_hpc.keras_hooks.variables import (
+    accumulators,
+    average,
+    broadcast_variables,
+    check_same,
+    digests,
+    held_optimizers,
+    optimizers_of,
+    per_rank_state,
+    replicated_variables,
+    seed_generators,
+    unique,
+    waiting,
+)
 
-_DIGEST_BYTES = 16
-_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # that a model has made
+
+def install(job: Any, patcher: Any) -> None:
+    """Notices weights that are loaded: a rank may load them alone."""
+
+    def notice_weights(original: Any) -> Any:
+        @functools.wraps(original)
+        def load_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+            original(self, *args, **kwargs)
+            loaded = set(map(id, self.variables))
+            for model, state in job.known.models():
+                if not loaded.isdisjoint(map(id, model.variables)):
+                    state.synchronized = None
+
+        return load_weights
+
+    patcher.patch(keras.Model, "load_weights", notice_weights)
 
 
-def forget() -> None:
-    """Forgets every model."""
-    _steps.clear()
+def is_synchronized(owner: Any) -> bool:
+    """Returns whether replicas were made equal: of a model with all the variables that it has now, or an optimizer."""
+    known = current.job().known
+    if not isinstance(owner, keras.Model):
+        return known.optimizer(owner).synchronized
+    return known.model(owner).synchronized == len(replicated_variables(owner))
+
+
+def was_synchronized(model: Any) -> bool:
+    """Returns whether replicas of a model were made equal since it was compiled or loaded weights."""
+    return current.job().known.model(model).synchronized is not None
+
+
+def differ_in_kind(model: Any) -> bool:
+    """Returns whether the ranks have built different variables of a model so far. Collective on its team."""
+    shapes = [f"{keras.backend.standardize_dtype(v.dtype)}{list(v.shape)}" for v in replicated_variables(model)]
+    digest = xxhash.xxh3_128_hexdigest(" ".join(shapes).encode())
+    return len(set(current.team_of(model).allgather_object(digest, "Model.fit()"))) > 1
+
+
+def synchronize(model: Any) -> bool:
+    """Give all ranks the root's variables. Collective on the model's team.
+
+    Args:
+        model: a model; what is not built yet is left out.
+
+    Returns:
+        Whether replicas differed; the same on all ranks.
+
+    Raises:
+        PlanMismatchError: the ranks built different models.
+    """
+    team = current.team_of(model)
+    seeds = [generator.state for generator in seed_generators(model)]
+    differed = broadcast_variables(team, [*replicated_variables(model), *accumulators(model), *seeds])
+    state = current.job().known.model(model)
+    state.synchronized = len(replicated_variables(model))
+    state.statistics_moved = 0
+    for optimizer in optimizers_of(model):
+        current.job().known.optimizer(optimizer).synchronized = True
+    return differed
+
+
+def synchronize_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Give all ranks the root's values of an optimizer and of what it trains, in a user's own loop. Collective."""
+    broadcast_variables(current.team_of(optimizer), unique([*variables, *optimizer.variables]))
+    current.job().known.optimizer(optimizer).synchronized = True
+
+
+def check_equal(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Raise if variables differ between ranks before an optimizer's first update. Collective on its team.
+
+    For loops of the user's own where it is too late to make them equal: on JAX their state is an argument of the traced
+    function, and on PyTorch gradients were computed with them.
+    """
+    team = current.team_of(optimizer)
+    # `value` would be that of the trace; during `fit` there is none, and `fit` made replicas equal.
+    variables = [variable for variable in variables if _value(variable) is not None]
+    # Gradients that wait for more micro-batches are each rank's own; a checkpoint may have brought them.
+    own = {id(v) for one in (optimizer, *held_optimizers(optimizer)) for v in waiting(one)}
+    variables = [variable for variable in variables if id(variable) not in own]
+    check_same(team, variables)
+    everyone = team.allgather(digests([_value(variable) for variable in variables])[None])
+    for rank, theirs in enumerate(everyone):
+        different = [v for v, a, b in zip(variables, everyone[0], theirs, strict=True) if (a != b).any()]
+        if different:
+            raise ValueError(
+                "In a training loop of your own, replicas must start from equal weights: call "
+                "keras_hpc.broadcast(model) before it, or keras.utils.set_random_seed(seed) with the same seed on "
+                "every rank before the model is made, or load the same weights on every rank. "
+                f"Received: `{_path(different[0])}` differs between rank 0 and rank {rank} of the team"
+            )
+    current.job().known.optimizer(optimizer).synchronized = True
+
+
+def _value(variable: Any) -> Any:
+    """Returns the value of a Keras variable, or of a parameter of PyTorch."""
+    return getattr(variable, "_value", variable)
+
+
+def _path(variable: Any) -> str:
+    return str(getattr(variable, "path", f"a parameter of shape {tuple(variable.shape)}"))
+
+
+def mark_statistics_local(model: Any) -> None:
+    """Remember that each rank trained the model on its own data."""
+    known = current.job().known
+    known.model(model).statistics_moved = known.next_move()
+
+
+def average_statistics(model: Any) -> None:
+    """Average the per-rank state of a model if it was trained since the last time. Collective on the model's team.
+
+    So it does with gradients that wait for more micro-batches: their mean over ranks is what one rank would hold.
+    """
+    moved = sorted(
+        ((state.statistics_moved, m, state) for m, state in current.job().known.models() if state.statistics_moved),
+        key=lambda entry: entry[0],
+    )
+    if not moved:
+        return
+    own = set(map(id, per_rank_state(model)))
+    related = [(m, s) for _, m, s in moved if m is model or not own.isdisjoint(map(id, per_rank_state(m)))]
+    if not related:
+        return
+    for _, state in related:
+        state.statistics_moved = 0
+    average(current.team_of(model), unique(v for m, _ in related for v in (*per_rank_state(m), *accumulators(m))))
+
+
+def average_after_step(model: Any) -> None:
+    """Average what a step of `train_on_batch` moved, but not gradients that wait for more. Collective.
+
+    Moving averages are linear: averaging now gives what averaging before evaluate or save would give. But this way
+    `if rank() == 0: model.save(...)` needs no other rank.
+    """
+    variables = per_rank_state(model)
+    if variables:
+        average(current.team_of(model), variables)
+    if not accumulators(model):
+        current.job().known.model(model).statistics_moved = 0
+
+
+def agree(model: Any, call: str) -> None:
+    """Make replicas equal before a call of `evaluate` or `predict`, where they are not. Collective.
+
+    Weights that differ become the root's: it may have loaded them alone. Statistics that differ become their mean:
+    a loop of the user's own has trained on each rank's part of the data.
+
+    Args:
+        model: the model; what is not built yet is left out.
+        call: its name, for the message where another rank calls something else.
+    """
+    team = current.team_of(model)
+    statistics = per_rank_state(model)
+    own = set(map(id, statistics))
+    weights = [v for v in (*replicated_variables(model), *accumulators(model)) if id(v) not in own]
+    mine = [xxhash.xxh3_128_hexdigest(digests(part).tobytes()) for part in (weights, statistics)]
+    everyone = team.allgather_object(mine, f"Model.{call}()")
+    if any(theirs[0] != everyone[0][0] for theirs in everyone):
+        synchronize(model)
+    elif any(theirs[1] != everyone[0][1] for theirs in everyone):
+        average(team, statistics)
+    current.job().known.model(model).synchronized = len(replicated_variables(model))
 
 
 def compare(team: Any, variables: Sequence[Any], values: Sequence[Any], when: str = "") -> None:
-    """Raises on all ranks if values differ between them, naming the first variable. Collective on the team.
+    """Raise on all ranks if values differ between them, naming the first variable. Collective on the team.
 
     Args:
         team: whose ranks compare.
@@ -37,13 +204,7 @@ def compare(team: Any, variables: Sequence[Any], values: Sequence[Any], when: st
     Raises:
         ReplicaMismatchError: they differ.
     """
-    view = backends.current().view
-    digests = np.empty((1, len(variables), _DIGEST_BYTES), dtype=np.uint8)
-    for i, value in enumerate(values):
-        content = np.ascontiguousarray(view(value)).reshape(-1).view(np.uint8)
-        # Nobody forges a weight to look like another; XXH3 reads as fast as memory delivers.
-        digests[0, i] = np.frombuffer(xxhash.xxh3_128_digest(content.data), dtype=np.uint8)
-    everyone = team.allgather(digests)
+    everyone = team.allgather(digests(values)[None])
     for i, variable in enumerate(variables):
         theirs = everyone[:, i]
         if (theirs == theirs[0]).all():
@@ -58,7 +219,7 @@ def compare(team: Any, variables: Sequence[Any], values: Sequence[Any], when: st
 
 
 def after_step(model: Any, results: Any) -> None:
-    """Compares the replicas of a model every so many of its steps, if `init` was told so. Collective on its team.
+    """Compare the replicas of a model every so many of its steps, if `init` was told so. Collective on its team.
 
     Statistics that each rank takes from its own data are left out: they become alike at the end of an epoch.
 
@@ -66,15 +227,17 @@ def after_step(model: Any, results: Any) -> None:
         model: the model.
         results: of its train function; on JAX, they hold the state.
     """
-    every = current.job().check_replicas_every
+    job = current.job()
+    every = job.check_replicas_every
     if every is None:
         return
-    before = _steps.get(model, 0)
-    _steps[model] = now = before + model.steps_per_execution
+    state = job.known.model(model)
+    before = state.steps
+    state.steps = now = before + model.steps_per_execution
     if before // every == now // every:
         return
-    own = set(map(id, state.per_rank_state(model)))
-    wanted = [variable for variable in state.replicated_variables(model) if id(variable) not in own]
+    own = set(map(id, per_rank_state(model)))
+    wanted = [variable for variable in replicated_variables(model) if id(variable) not in own]
     held = _values_in(model, results)
     # The optimizer of another model may be among its attributes: what a step does not move, is what it was.
     values = {id(variable): held.get(id(variable), variable._value) for variable in wanted}

@@ -2,37 +2,89 @@
 """Wraps a model's `train_step` and `test_step`, so that they know how many samples this rank holds, which may be none.
 
 The gradients of a rank count in proportion to its samples. A rank without samples runs the step on one sample of zeros
-with weight 0: it takes part in every exchange, contributes nothing, and forgets what the sample did to its own state,
-but not what the other ranks' samples did to statistics that all share.
+with weight 0, or on a whole batch of them where the model takes no other: it takes part in every exchange, contributes
+nothing, and forgets what the zeros did to its own state, but not what the other ranks' samples did to statistics that
+all share.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from keras_hpc.keras_hooks import normalization, scope
+from keras_hpc.job import current
+from keras_hpc.keras_hooks import normalization, running, seeds
+from keras_hpc.keras_hooks.data import sharding
 
 StepFunction = Callable[..., Any]
 
 
-def wrap(model: Any, key: str, step: StepFunction, together: bool, guard: bool) -> StepFunction:
-    """Returns `step` with its batch size known to the funnel.
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """How a step function is made.
+
+    Args:
+        active: whether it works together with other ranks.
+        in_lockstep: whether all ranks run as many steps, so that they may exchange something in each.
+        may_be_empty: whether batches may be empty. Only TensorFlow does not know the size of a batch when it traces.
+        rows: of a batch that stands for none.
+    """
+
+    active: bool
+    in_lockstep: bool
+    may_be_empty: bool
+    rows: int
+
+
+PLAIN = Mode(False, False, False, 1)
+
+
+def mode_of(kind: str, model: Any) -> Mode:
+    """Returns how the step function of a model is to be made for the running call.
+
+    Args:
+        kind: "train" or "test".
+        model: the model.
+    """
+    call = running.call()
+    adapter = None if call is None else call.adapter
+    if not current.active() or (call is not None and call.own_data):
+        return PLAIN
+    shared_out = hasattr(adapter, "may_be_empty")
+    rows = sharding.fixed_batch(model) or 1
+    return Mode(True, kind == "train" or shared_out, bool(getattr(adapter, "may_be_empty", False)), rows)
+
+
+def wrap(model: Any, kind: str, mode: Mode, step: StepFunction) -> StepFunction:
+    """Returns `step` with its batch size known where gradients are reduced.
 
     Args:
         model: the model that owns `step`.
-        key: names the model's plans, the same on every rank.
+        kind: "train" or "test".
+        mode: how to make it.
         step: `train_step` or `test_step`, bound; on PyTorch the function that runs it.
-        together: whether all ranks run as many steps.
-        guard: whether batches may be empty. Only TensorFlow does not know the size of a batch when it runs this.
     """
+    # The model's, the same on every rank.
+    key = f"{current.job().known.key_of(model, 'model')}/{kind}"
+
+    def described(count: Any) -> running.Step:
+        return running.Step(model, key, mode.in_lockstep, count)
+
     make = {"jax": _jax_step, "torch": _torch_step}.get(
-        keras.backend.backend(), _guarded_step if guard else _plain_step
+        keras.backend.backend(), _guarded_step if mode.may_be_empty else _plain_step
     )
-    return functools.wraps(step)(make(step, functools.partial(scope.Step, model, key, together)))
+    counted = make(step, described, mode.rows)
+
+    @functools.wraps(step)
+    def drawing_by_rank(*args: Any) -> Any:
+        with seeds.of_rank(model):
+            return counted(*args)
+
+    return drawing_by_rank
 
 
 def batch_size(data: Any) -> Any:
@@ -45,20 +97,20 @@ def batch_size(data: Any) -> Any:
     return None
 
 
-def _plain_step(step: StepFunction, described: Callable[[Any], scope.Step]) -> StepFunction:
+def _plain_step(step: StepFunction, described: Callable[[Any], running.Step], rows: int) -> StepFunction:
     def counted(data: Any) -> Any:
-        with scope.running_step(described(batch_size(data))):
+        with running.running_step(described(batch_size(data))):
             return step(data)
 
     return counted
 
 
-def _jax_step(step: StepFunction, described: Callable[[Any], scope.Step]) -> StepFunction:
+def _jax_step(step: StepFunction, described: Callable[[Any], running.Step], rows: int) -> StepFunction:
     def counted(state: Any, data: Any) -> Any:
         count = batch_size(data)
         empty = isinstance(count, int) and count == 0
-        with scope.running_step(described(count)):
-            logs, new_state = step(state, keras.tree.map_structure(_one_zero_row, data) if empty else data)
+        with running.running_step(described(count)):
+            logs, new_state = step(state, _zeros(data, rows) if empty else data)
         if not empty:
             return logs, new_state
         if len(state) == 3:  # test_step: trainable, non-trainable, metrics
@@ -73,15 +125,15 @@ def _jax_step(step: StepFunction, described: Callable[[Any], scope.Step]) -> Ste
     return counted
 
 
-def _torch_step(step: StepFunction, described: Callable[[Any], scope.Step]) -> StepFunction:
+def _torch_step(step: StepFunction, described: Callable[[Any], running.Step], rows: int) -> StepFunction:
     def counted(batches: Any) -> Any:
         (data,) = batches  # PyTorch's trainer runs one step at a time
         this = described(batch_size(data))
         empty = isinstance(this.count, int) and this.count == 0
         variables = _own_state(this.model) if empty else []
         before = [keras.ops.copy(variable.value) for variable in variables]
-        with scope.running_step(this):
-            logs = step([keras.tree.map_structure(_one_zero_row, data) if empty else data])
+        with running.running_step(this):
+            logs = step([_zeros(data, rows) if empty else data])
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
         return logs
@@ -89,7 +141,7 @@ def _torch_step(step: StepFunction, described: Callable[[Any], scope.Step]) -> S
     return counted
 
 
-def _guarded_step(step: StepFunction, described: Callable[[Any], scope.Step]) -> StepFunction:
+def _guarded_step(step: StepFunction, described: Callable[[Any], running.Step], rows: int) -> StepFunction:
     import tensorflow as tf
 
     def counted(data: Any) -> Any:
@@ -101,13 +153,13 @@ def _guarded_step(step: StepFunction, described: Callable[[Any], scope.Step]) ->
         def filled(leaf: Any) -> Any:
             if not isinstance(leaf, tf.Tensor) or leaf.shape.rank == 0:
                 return leaf
-            rows = tf.cond(empty, lambda: _one_zero_row(leaf), lambda: leaf)
-            rows.set_shape([None, *leaf.shape[1:]])
-            return rows
+            full = tf.cond(empty, lambda: _zero_rows(leaf, rows), lambda: leaf)
+            full.set_shape([None if rows == 1 else rows, *leaf.shape[1:]])
+            return full
 
         variables = _own_state(described(count).model)
         before = [tf.identity(variable.value) for variable in variables]
-        with scope.running_step(described(count)):
+        with running.running_step(described(count)):
             logs = step(keras.tree.map_structure(filled, data))
 
         def restore() -> Any:
@@ -127,8 +179,12 @@ def _own_state(model: Any) -> list[Any]:
     return [*(v for v in model.non_trainable_variables if id(v) not in shared), *model.metrics_variables]
 
 
-def _one_zero_row(leaf: Any) -> Any:
-    """Returns one sample of zeros for a leaf that has none."""
+def _zeros(data: Any, rows: int) -> Any:
+    """Returns so many samples of zeros in the place of data that have none."""
+    return keras.tree.map_structure(lambda leaf: _zero_rows(leaf, rows), data)
+
+
+def _zero_rows(leaf: Any, rows: int) -> Any:
     if leaf is None or len(leaf.shape) == 0:
         return leaf
-    return keras.ops.zeros((1, *keras.ops.shape(leaf)[1:]), dtype=leaf.dtype)
+    return keras.ops.zeros((rows, *keras.ops.shape(leaf)[1:]), dtype=leaf.dtype)

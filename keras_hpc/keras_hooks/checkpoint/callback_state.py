@@ -58,8 +58,9 @@ def put_back(callbacks: Any, states: list[Any], arrays: list[np.ndarray]) -> Non
         if hasattr(callback, "set_state"):
             callback.set_state(known[name])
             continue
-        for attribute, value in known[name].items():
-            setattr(callback, attribute, unpacked(value))
+        for attribute in _attributes(callback):  # and no other that somebody has put into the file
+            if attribute in known[name]:
+                setattr(callback, attribute, unpacked(known[name][attribute]))
 
 
 def _named(callbacks: Any) -> list[tuple[str, Any]]:

@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-from keras.src.trainers import data_adapters
 
+from keras_hpc.keras_hooks import keras_private
 from keras_hpc.keras_hooks.data import tf_datasets
+
+_is_tf_dataset = keras_private.adapter(":is_tf_dataset")
 
 
 class Count:
@@ -89,7 +91,7 @@ def seek(iterator: Any, position: dict[str, Any]) -> int:
     adapter = iterator.data_adapter
     begun: int = position["begun"] - (position["seen"] > 0)
     dataset: Any = getattr(adapter, "_dataset", None)
-    if data_adapters.is_tf_dataset(dataset) and tf_datasets.shuffles(dataset):
+    if _is_tf_dataset(dataset) and tf_datasets.shuffles(dataset):
         for _ in range(begun):
             iter(dataset)
     if hasattr(adapter, "passes") and position["pass"] is not None:
@@ -102,7 +104,7 @@ def seek(iterator: Any, position: dict[str, Any]) -> int:
 def order_is_known(iterator: Any) -> bool:
     """Returns whether we know in which order the data come."""
     adapter = iterator.data_adapter
-    return hasattr(adapter, "passes") or data_adapters.is_tf_dataset(getattr(adapter, "_dataset", None))
+    return hasattr(adapter, "passes") or _is_tf_dataset(getattr(adapter, "_dataset", None))
 
 
 def skipped(iterator: Any, steps: Iterator[Any], position: dict[str, Any]) -> Iterator[Any]:

@@ -1,50 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `callbacks.Checkpoint` does in `fit`: where it saves, how the next process goes on from there, when it stops.
 
-It must come after all other callbacks, the ranks' agreements and Keras' own preparations. So it is called from here
-and not by Keras. Going on has three parts: the position in the epochs, before other callbacks learn it; all values,
-when the ranks have been made equal; and for the middle of a pass, once more when its iterator exists, because Keras,
-callbacks and iterators change some of the values as an epoch begins.
+It must come after all other callbacks, the ranks' agreements and Keras' own preparations. So `fit` calls it, not Keras.
+Going on has three parts: the position in the epochs, before other callbacks learn it; all values, when the ranks have
+been made equal; and for the middle of a pass, once more when its iterator exists, because Keras, callbacks and
+iterators change some of the values as an epoch begins.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 import logging
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 
 from keras_hpc import callbacks as ours
 from keras_hpc.job import current, log
-from keras_hpc.keras_hooks import delayed, fit, keras_private, scope
+from keras_hpc.keras_hooks import building, delayed, running
 from keras_hpc.keras_hooks.checkpoint import callback_state, position, snapshot, stop_signals, storage
-
-
-class _Current(threading.local):
-    session: Session | None = None
-
-
-_current = _Current()
-
-
-def install(job: Any, patcher: Any) -> None:
-    """Hooks `fit`, its list of callbacks and its iterator, around the other hooks."""
-    epoch_iterator = keras_private.get("keras.src.trainers.epoch_iterator:EpochIterator")
-    patcher.patch(keras_private.backend_trainer(), "fit", _fitting)
-    patcher.patch(epoch_iterator, "__init__", _noticing_iterator)
-    patcher.patch(epoch_iterator, "_enumerate_iterator", _going_on)
-    patcher.patch(keras.callbacks.CallbackList, "on_train_begin", _beginning)
-    patcher.patch(keras.callbacks.CallbackList, "on_train_batch_end", _after_batch)
-    patcher.patch(keras.callbacks.CallbackList, "on_epoch_end", _after_epoch)
 
 
 class Session:
@@ -70,6 +47,14 @@ class Session:
         self._saved = (-1, -1)  # steps and epochs that were done
         self._found: tuple[dict[str, Any], dict[str, np.ndarray]] | None = None
         self._position: dict[str, Any] | None = None  # in the middle of a pass, not gone to yet
+
+    @classmethod
+    def of(cls, model: Any, callbacks: list[Any]) -> Session | None:
+        """Returns the session of a `fit` with these callbacks; None without a `Checkpoint`."""
+        found = [callback for callback in callbacks if isinstance(callback, ours.Checkpoint)]
+        if len(found) > 1:
+            raise ValueError(f"Expected one Checkpoint in a `fit`. Received: {len(found)}")
+        return cls(model, found[0]) if found else None
 
     def begin(self, callbacks: Any) -> None:
         """Looks at the disk, finds the checkpoint to go on from, and tells Keras the epoch. Collective."""
@@ -230,11 +215,11 @@ class Session:
         """Builds model, metrics and optimizer where Keras does it in the first step only, which is on TensorFlow."""
         data = getattr(self.iterator, "_distributed_dataset", None)
         if data is not None:
-            fit.build(self.model, data.element_spec, metrics=True)
+            building.build(self.model, data.element_spec, metrics=True)
 
     def _plan_schedule(self, callbacks: Any) -> None:
-        fit = scope.fit()
-        if fit is None:
+        fit = running.call()
+        if fit is None or not fit.active:
             return
         steps = self.iterator.num_batches
         epochs = callbacks.params.get("epochs", 0) - fit.initial_epoch
@@ -268,117 +253,10 @@ class Session:
 
     def _leave(self, number: int) -> None:
         """Ends this process, and every rank does."""
+        self.request.taken = True
         if self.team.rank == 0:
             (self.folder / storage.INTERRUPTED).touch()
         where = f"epoch {self.epoch + 1}, step {self.step + 1}"
         self._say(f"{signal.Signals(number).name}: saved in {self.folder}, ends. The same command goes on from {where}")
         self.team.barrier()
         sys.exit(0)
-
-
-def _fitting(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
-        found = [callback for callback in _flat(given) if isinstance(callback, ours.Checkpoint)]
-        if not found or current.is_local():
-            return original(self, *args, **kwargs)
-        if len(found) > 1:
-            raise ValueError(f"Expected one Checkpoint in a `fit`. Received: {len(found)}")
-        session = Session(self, found[0])
-        with _running(session), session.request:
-            try:
-                return original(self, *args, **kwargs)
-            finally:
-                self._initial_epoch = None  # of this `fit`, not of the next
-
-    return fit
-
-
-def _flat(given: Any) -> list[Any]:
-    return list(given.callbacks if isinstance(given, keras.callbacks.CallbackList) else keras.tree.flatten(given or []))
-
-
-@contextlib.contextmanager
-def _running(session: Session) -> Iterator[None]:
-    before, _current.session = _current.session, session
-    try:
-        yield
-    finally:
-        _current.session = before
-
-
-def _session_of(callbacks: Any) -> Session | None:
-    session = _current.session
-    # Not `callbacks.model`: on JAX that would fetch all values.
-    return session if session is not None and callbacks._model is session.model else None
-
-
-def _noticing_iterator(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if _current.session is not None and _current.session.iterator is None:
-            _current.session.iterator = self  # `fit` opens its own data first
-
-    return __init__
-
-
-def _going_on(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _enumerate_iterator(self: Any) -> Iterator[Any]:
-        session = _current.session
-        return original(self) if session is None else session.steps_of(self, original(self))
-
-    return _enumerate_iterator
-
-
-def _beginning(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def on_train_begin(self: Any, logs: Any = None) -> None:
-        session = _session_of(self)
-        fit = scope.fit()
-        if fit is not None and current.active() and self._model is fit.model:
-            _check_all_have_it(current.team_of(fit.model), session is not None)
-        if session is None:
-            original(self, logs)
-            return
-        session.begin(self)
-        original(self, logs)
-        session.restore(self)
-
-    return on_train_begin
-
-
-def _check_all_have_it(team: Any, here: bool) -> None:
-    flags = np.array([here, not here], np.int64)
-    team.allreduce(flags, op="max")
-    if flags.all():
-        raise ValueError(
-            "Checkpoint is collective. Expected it among the callbacks of every rank, without an `if "
-            f"keras_hpc.rank() == 0:`. Received: {'a' if here else 'no'} Checkpoint on rank {team.rank} of the team"
-        )
-
-
-def _after_batch(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def on_train_batch_end(self: Any, batch: int, logs: Any = None) -> None:
-        original(self, batch, logs)
-        session = _session_of(self)
-        if session is not None:
-            session.after_batch(self, batch)
-
-    return on_train_batch_end
-
-
-def _after_epoch(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
-        original(self, epoch, logs)
-        session = _session_of(self)
-        if session is not None:
-            session.after_epoch(self, epoch)
-
-    return on_epoch_end

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import bytes_of, dtype_of
-from keras_hpc.keras_hooks import delayed, keras_private, state
+from keras_hpc.keras_hooks import delayed, seeds, variables
 
 # Kinds of what a rank has of its own.
 _RANDOM, _SEED, _METRIC, _STATE = "random", "seed", "metric", "state"
@@ -114,7 +113,7 @@ def put_back(model: Any, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -
         for index, variable in enumerate(common):
             _, dtype, shape = facts["variables"][index]
             backend.assign(variable, arrays[f"variable{index}"].view(dtype_of(dtype)).reshape(shape))
-    state.broadcast_variables(team, common)
+    variables.broadcast_variables(team, common)
     specs = [(dtype, shape) for _, _, dtype, shape in facts["own"]]
     differing = set(facts["differing"])
     elsewhere = facts["ranks"] != team.size
@@ -129,15 +128,14 @@ def put_back(model: Any, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -
         own = _split(mine, [s for i, s in enumerate(specs) if i in differing])
         rest = {True: iter(own), False: iter(alike)}
         values = [next(rest[index in differing]) for index in range(len(specs))]
-    variables = iter(_own_variables(model))
+    own_variables = iter(_own_variables(model))
     for (name, kind, *_), value in zip(facts["own"], values, strict=True):
         if kind == _RANDOM:
             _set_random(name, value)
         else:
-            backend.assign(next(variables)[1], value)
+            backend.assign(next(own_variables)[1], value)
     if elsewhere:
-        found = [*state.seed_generators(model), _global_generator()]
-        state.fold_seeds([generator for generator in found if generator is not None], team.rank)
+        current.job().streams.clear()  # of each rank: new ones
     late = []
     for i, (number, place, described) in enumerate(facts["late"]):
         averages = [share(team, arrays.get(f"late{i}_{j}")) for j in range(len(described))]
@@ -195,19 +193,19 @@ def _merged(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 def _common_variables(model: Any) -> list[Any]:
     own = {id(variable) for _, variable in _own_variables(model)}
-    return [variable for variable in state.replicated_variables(model) if id(variable) not in own]
+    return [variable for variable in variables.replicated_variables(model) if id(variable) not in own]
 
 
 def _own_variables(model: Any) -> list[tuple[str, Any]]:
     """What a rank's own samples and random numbers change, with its kind."""
     found: dict[int, tuple[str, Any]] = {}
-    for kind, variables in (
-        (_SEED, [generator.state for generator in state.seed_generators(model)]),
+    for kind, kept in (
+        (_SEED, [generator.state for generator in variables.seed_generators(model)]),
         (_METRIC, model.metrics_variables),
-        (_STATE, state.accumulators(model)),
-        (_STATE, state.per_rank_state(model)),
+        (_STATE, variables.accumulators(model)),
+        (_STATE, variables.per_rank_state(model)),
     ):
-        for variable in variables:
+        for variable in kept:
             found.setdefault(id(variable), (kind, variable))
     return list(found.values())
 
@@ -215,49 +213,33 @@ def _own_variables(model: Any) -> list[tuple[str, Any]]:
 def _own(model: Any) -> list[tuple[str, str, np.ndarray]]:
     """The same with the values, and the random states of libraries: name, kind, value."""
     to_numpy = backends.current().to_numpy
-    variables = [(v.path, kind, np.asarray(to_numpy(v), order="C")) for kind, v in _own_variables(model)]
-    return [*variables, *((name, _RANDOM, value) for name, value in _random_states().items())]
+    found = [(v.path, kind, np.asarray(to_numpy(v), order="C")) for kind, v in _own_variables(model)]
+    return [*found, *((name, _RANDOM, value) for name, value in _random_states().items())]
 
 
 def _random_states() -> dict[str, np.ndarray]:
     """The states of all generators that data sets and layers without a seed of their own draw from."""
-    _, words, gauss = random.getstate()
-    python = np.array([*words, gauss is not None, gauss or 0.0], np.float64)  # which holds 32-bit words exactly
-    kind, keys, *rest = np.random.get_state()
-    numpy = np.array([*keys, *rest] if kind == "MT19937" else [], np.float64)
-    generator = _global_generator()
-    own = [0, 0, 0] if generator is None else [1, *backends.current().to_numpy(generator.state).tolist()]
-    states = {"python": python, "numpy": numpy, "keras": np.array(own, np.int64)}
+    states = seeds.host_states()
     if keras.backend.backend() == "torch":
         import torch
 
-        states["torch"] = torch.get_rng_state().numpy()
+        if "torch" in current.job().streams:
+            states["torch of steps"] = current.job().streams["torch"].numpy().copy()
         if torch.cuda.is_available():
             states["torch.cuda"] = torch.cuda.get_rng_state().numpy()
     return states
 
 
 def _set_random(name: str, value: np.ndarray) -> None:
-    if name == "python":
-        random.setstate((3, tuple(map(int, value[:625])), float(value[626]) if value[625] else None))
-    elif name == "numpy" and value.size:
-        keys, (position, has_gauss, gauss) = value[:624].astype(np.uint32), value[624:]
-        np.random.set_state(("MT19937", keys, int(position), int(has_gauss), float(gauss)))
-    elif name == "keras" and value[0]:
-        generator = keras_private.get("keras.src.random.seed_generator:global_seed_generator")()
-        generator.state.assign(value[1:].astype(standard_dtype(generator.state)))
-    elif name.startswith("torch"):
+    if name in ("torch of steps", "torch.cuda"):
         import torch
 
-        set_state = torch.set_rng_state if name == "torch" else torch.cuda.set_rng_state
-        set_state(torch.from_numpy(value.copy()))
-
-
-def _global_generator() -> Any:
-    """The generator of `keras.random` functions without a seed, or None before its first use."""
-    return keras_private.get("keras.src.backend.common.global_state:get_global_attribute")(
-        keras_private.GLOBAL_SEED_GENERATOR
-    )
+        if name == "torch.cuda":
+            torch.cuda.set_rng_state(torch.from_numpy(value.copy()))
+        else:
+            current.job().streams["torch"] = torch.from_numpy(value.copy())
+    else:
+        seeds.set_host_state(name, value)
 
 
 def _described(variable: Any) -> list[Any]:

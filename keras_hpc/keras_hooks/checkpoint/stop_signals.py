@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -24,6 +25,7 @@ class Request:
 
     def __init__(self) -> None:
         self._received = 0
+        self.taken = False  # whether `fit` ends because of it
         self._previous: dict[int, Any] = {}
         self._steps = 1  # from the last look to the next
         self._left = 1
@@ -39,6 +41,8 @@ class Request:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self._received and not self.taken:  # it came too late for `fit`: it is for the program then
+            os.kill(os.getpid(), self._received)
 
     def _note(self, number: int, _: types.FrameType | None) -> None:
         self._received = number

@@ -3,41 +3,45 @@
 
 from __future__ import annotations
 
-import functools
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from keras.src import tree
-from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+import xxhash
+from keras import tree
 
-from keras_hpc.keras_hooks.data.partition import Partition, Passes, Place
+from keras_hpc.keras_hooks import keras_private
+from keras_hpc.keras_hooks.data.partition import Partition, Passes, Shard
+
+DataAdapter = keras_private.adapter("data_adapter:DataAdapter")
+_KerasAdapter = keras_private.adapter("array_data_adapter:ArrayDataAdapter")
+_to_sliceable = keras_private.adapter("array_slicing:convert_to_sliceable")
+_torch_loader = keras_private.adapter("data_adapter_utils:get_torch_dataloader")
+_DIGEST_BYTES = 1 << 30  # that are read for a digest; of larger arrays, rows that are evenly spread
+_DIGEST_ROWS = 4096
 
 
-class ShardedArrays(DataAdapter):  # type: ignore[misc]
+class ShardedArrays(DataAdapter):  # type: ignore[misc, valid-type]
     """This rank's part of every global batch of arrays.
 
     Args:
-        place: this rank's place.
+        shard: where this rank stands.
         x, y, sample_weight, class_weight, batch_size, steps_per_epoch, shuffle: as in `Model.fit`.
     """
 
-    def __init__(self, place: Place, x: Any, y: Any, sample_weight: Any, class_weight: Any, batch_size: int | None,
+    def __init__(self, shard: Shard, x: Any, y: Any, sample_weight: Any, class_weight: Any, batch_size: int | None,
                  steps_per_epoch: int | None, shuffle: bool | str) -> None:  # fmt: skip
         # Keras' own adapter checks the arguments and packs them; only the order of the rows is ours.
-        self._inputs = ArrayDataAdapter(x, y, sample_weight=sample_weight, class_weight=class_weight)._inputs
+        self._inputs = _KerasAdapter(x, y, sample_weight=sample_weight, class_weight=class_weight)._inputs
         arrays = [a for a in tree.flatten(self._inputs) if a is not None]
         samples = int(arrays[0].shape[0])
         if samples == 0:
             raise ValueError(f"Cannot share out an empty data set. Received: arrays of shape {tuple(arrays[0].shape)}.")
         if batch_size:
-            batch = place.global_batch(batch_size)
+            batch = shard.global_batch(batch_size)
         else:  # As in Keras, the number of steps then says how large a batch is: here that of all ranks together.
-            batch = -(-samples // steps_per_epoch) if steps_per_epoch else place.global_batch(32)
-        self.partition = Partition(samples, batch, place)
+            batch = -(-samples // steps_per_epoch) if steps_per_epoch else shard.global_batch(32)
+        self.partition = Partition(samples, batch, shard)
         self.shuffle = shuffle
         self.seed = 0
         self.passes = Passes()
@@ -56,21 +60,19 @@ class ShardedArrays(DataAdapter):  # type: ignore[misc]
         """What was decided, in a few words."""
         p = self.partition
         return (
-            f"{p.samples} samples, about {-(-p.samples // p.place.size)} per rank, global batch {p.global_batch} "
-            f"({-(-p.global_batch // p.place.size)} per rank), {p.steps} steps an epoch"
+            f"{p.samples} samples, about {-(-p.samples // p.shard.size)} per rank, global batch {p.global_batch} "
+            f"({-(-p.global_batch // p.shard.size)} per rank), {p.steps} steps an epoch"
         )
 
-    def content(self) -> int:
-        """Returns a check sum of a few rows, to find out whether ranks hold the same data."""
-        arrays = [a for a in tree.flatten(self._inputs) if isinstance(a, np.ndarray) and a.dtype != object]
-        rows = [0, self.partition.samples // 2, -1]
-        return functools.reduce(lambda total, a: zlib.crc32(np.ascontiguousarray(a[rows]).tobytes(), total), arrays, 0)
+    def content(self) -> str:
+        """Returns a digest, to find out whether ranks hold the same data."""
+        return digest(self._inputs)
 
     def _order(self, epoch: int) -> np.ndarray:
         return self.partition.order(self.shuffle, self.seed, epoch)
 
     def _batches(self, target: str, convert: str) -> Iterator[Any]:
-        columns = array_slicing.convert_to_sliceable(self._inputs, target_backend=target)
+        columns = _to_sliceable(self._inputs, target_backend=target)
         epoch, first = self.passes.begin()
         order = self._order(epoch) if self.shuffle else None
         for step in range(first, self.partition.steps):
@@ -91,14 +93,14 @@ class ShardedArrays(DataAdapter):  # type: ignore[misc]
 
     def get_torch_dataloader(self) -> Any:
         """One pass over this rank's batches."""
-        return data_adapter_utils.get_torch_dataloader(self._batches("torch", "convert_to_torch_compatible"))
+        return _torch_loader(self._batches("torch", "convert_to_torch_compatible"))
 
     def get_tf_dataset(self) -> Any:
         """This rank's batches as a pipeline: Python is called once a pass, for its order; rows are gathered in C++."""
         import tensorflow as tf
 
         take = _tensorflow_gather(self._inputs)
-        width = np.diff(self.partition.place.part(self.partition.global_batch))[0]
+        width = np.diff(self.partition.shard.part(self.partition.global_batch))[0]
 
         def indices() -> tuple[np.ndarray, np.ndarray]:
             epoch, first = self.passes.begin()
@@ -133,7 +135,7 @@ class ShardedArrays(DataAdapter):  # type: ignore[misc]
     @property
     def batch_size(self) -> int:
         """Samples in a step on the rank that has most."""
-        return -(-self.partition.global_batch // self.partition.place.size)
+        return -(-self.partition.global_batch // self.partition.shard.size)
 
     @property
     def has_partial_batch(self) -> bool:
@@ -147,6 +149,29 @@ class ShardedArrays(DataAdapter):  # type: ignore[misc]
         return stop - start if self.has_partial_batch else None
 
 
+def digest(arrays: Any) -> str:
+    """Returns a digest of nested arrays or tensors, of rows that are evenly spread if they are large or on disk."""
+    found = xxhash.xxh3_128()
+    leaves = [leaf for leaf in tree.flatten(arrays) if leaf is not None]
+    total = sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
+    for leaf in leaves:
+        if hasattr(leaf, "detach"):  # PyTorch
+            leaf = leaf.detach().cpu()
+            leaf = leaf.float() if str(leaf.dtype) == "torch.bfloat16" else leaf
+        if hasattr(leaf, "values") and hasattr(leaf, "dtypes"):  # pandas
+            leaf = leaf.values
+        if not isinstance(leaf, np.ndarray) and (hasattr(leaf, "tocsr") or not hasattr(leaf, "__array__")):
+            continue  # sparse
+        if (total > _DIGEST_BYTES or isinstance(leaf, np.memmap)) and len(leaf) > _DIGEST_ROWS:
+            leaf = leaf[:: -(-len(leaf) // _DIGEST_ROWS)]
+        array = np.ascontiguousarray(leaf)
+        if array.dtype.hasobject:
+            found.update(repr(array.tolist()).encode())
+        else:
+            found.update(array.reshape(-1).view(np.uint8).data)
+    return found.hexdigest()
+
+
 def _dtype(array: Any) -> Any:
     return array.dtype if hasattr(array, "dtype") else list(map(str, array.dtypes))
 
@@ -155,8 +180,9 @@ def _tensorflow_gather(inputs: Any) -> Callable[[Any], Any]:
     """Returns a function from row numbers to these rows of `inputs`."""
     import tensorflow as tf
 
-    sparse = array_slicing.TensorflowSparseWrapper
-    columns = tree.lists_to_tuples(array_slicing.convert_to_sliceable(inputs, target_backend="tensorflow"))
+    sparse = keras_private.adapter("array_slicing:TensorflowSparseWrapper")
+    take_sparse = keras_private.adapter("array_slicing:slice_tensorflow_sparse_wrapper")
+    columns = tree.lists_to_tuples(_to_sliceable(inputs, target_backend="tensorflow"))
 
     def is_structure(x: Any) -> bool:
         return isinstance(x, (list, tuple, dict)) and not isinstance(x, sparse)
@@ -170,7 +196,7 @@ def _tensorflow_gather(inputs: Any) -> Callable[[Any], Any]:
         if is_structure(column):
             return None
         if isinstance(column, sparse):
-            return array_slicing.slice_tensorflow_sparse_wrapper(column, rows)
+            return take_sparse(column, rows)
         return column if column is None else tf.gather(column, rows)
 
     return lambda rows: tree.traverse(lambda column: gather(column, rows), columns)

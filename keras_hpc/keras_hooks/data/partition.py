@@ -18,24 +18,31 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Shard:
     """Where this process stands among those that share the data.
 
     Args:
         rank: index of this process.
         size: number of processes.
         batch: `"local"` if a batch size means each rank's own batch, `"global"` if it means the batch of all ranks.
+        fixed: rows of a batch of the only size that the model takes; None: any.
     """
 
     rank: int
     size: int
     batch: str = "local"
+    fixed: int | None = None
 
     def part(self, count: int) -> tuple[int, int]:
-        """Returns `(start, stop)` of this rank's part of `count` rows. Parts differ by one row at most.
+        """Returns `(start, stop)` of this rank's part of `count` rows.
 
-        Only plain arithmetic, so `count` may be an integer tensor, too.
+        Parts differ by one row at most; with a fixed batch size, the first ranks get as many rows each, the others
+        none. Only plain arithmetic, so without that `count` may be an integer tensor, too.
         """
+        if self.fixed is not None:
+            batches = -(-count // self.fixed)
+            whole = self.fixed * -(-batches // self.size)
+            return min(count, self.rank * whole), min(count, (self.rank + 1) * whole)
         start, stop = (-(-count * rank // self.size) for rank in (self.rank, self.rank + 1))
         return start, stop
 
@@ -85,7 +92,7 @@ class Partition:
 
     samples: int
     global_batch: int
-    place: Place
+    shard: Shard
 
     @property
     def steps(self) -> int:
@@ -101,19 +108,21 @@ class Partition:
     def may_be_empty(self) -> bool:
         """Whether some rank has a step without any sample. The same on every rank."""
         smallest = self.samples % self.global_batch or min(self.samples, self.global_batch)
-        return smallest < self.place.size
+        last = dataclasses.replace(self.shard, rank=self.shard.size - 1)
+        first, end = last.part(smallest)
+        return first == end
 
     def bounds(self, step: int) -> tuple[int, int]:
         """Returns `(start, stop)` in the order of the samples that this rank sees in `step`."""
         offset = step * self.global_batch
-        start, stop = self.place.part(min(self.global_batch, self.samples - offset))
+        start, stop = self.shard.part(min(self.global_batch, self.samples - offset))
         return offset + start, offset + stop
 
     def mine(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns this rank's entries of `order`: shape `(full_steps, part)`, and those of the last, smaller step."""
         whole = self.full_steps * self.global_batch
-        start, stop = self.place.part(self.global_batch)
-        tail_start, tail_stop = self.place.part(self.samples - whole)
+        start, stop = self.shard.part(self.global_batch)
+        tail_start, tail_stop = self.shard.part(self.samples - whole)
         full = order[:whole].reshape(self.full_steps, self.global_batch)[:, start:stop]
         return full, order[whole + tail_start : whole + tail_stop]
 
@@ -137,7 +146,7 @@ class Partition:
         return np.concatenate([random.permuted(rows, axis=1).ravel(), random.permutation(order[whole:])])
 
 
-def deal(batches: Iterable[T], empty_like: Callable[[T], T], place: Place) -> Iterator[T]:
+def deal(batches: Iterable[T], empty_like: Callable[[T], T], shard: Shard) -> Iterator[T]:
     """Deals ready-made batches to ranks: step s takes the next `size` of them, and rank r the r-th of these.
 
     In a last step that is short of batches the ranks left without one get an empty batch, so that all run the same
@@ -146,13 +155,13 @@ def deal(batches: Iterable[T], empty_like: Callable[[T], T], place: Place) -> It
     Args:
         batches: the batches, the same on every rank. May be endless.
         empty_like: makes an empty batch from a batch.
-        place: this rank's place.
+        shard: where this rank stands.
     """
     # A rank goes without a batch only if some rank before it got the last one: `rank` empty ones behind the batches
     # are enough, and never make a step of their own.
     sample: T | None = None
-    for number, batch in enumerate(itertools.chain(batches, itertools.repeat(None, place.rank))):
+    for number, batch in enumerate(itertools.chain(batches, itertools.repeat(None, shard.rank))):
         if batch is not None:
             sample = batch
-        if number % place.size == place.rank and sample is not None:
+        if number % shard.size == shard.rank and sample is not None:
             yield empty_like(sample) if batch is None else batch

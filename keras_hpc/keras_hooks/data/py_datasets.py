@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
-from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer, PyDatasetAdapter
 
+from keras_hpc.keras_hooks import keras_private
 from keras_hpc.keras_hooks.data import rows
-from keras_hpc.keras_hooks.data.partition import Partition, Passes, Place
+from keras_hpc.keras_hooks.data.arrays import digest
+from keras_hpc.keras_hooks.data.partition import Partition, Passes, Shard
+
+OrderedEnqueuer = keras_private.adapter("py_dataset_adapter:OrderedEnqueuer")
+PyDatasetAdapter = keras_private.adapter("py_dataset_adapter:PyDatasetAdapter")
 
 
 class _Pass(keras.utils.PyDataset):  # type: ignore[misc]
@@ -20,28 +24,28 @@ class _Pass(keras.utils.PyDataset):  # type: ignore[misc]
 
     Args:
         source: the user's data set.
-        place: this rank's place.
+        shard: where this rank stands.
         order: the order of the batches, the same on every rank; `None` leaves them as they are.
         first: the step that the pass begins with.
     """
 
-    def __init__(self, source: Any, place: Place, order: np.ndarray | None = None, first: int = 0) -> None:
+    def __init__(self, source: Any, shard: Shard, order: np.ndarray | None = None, first: int = 0) -> None:
         super().__init__(source.workers, source.use_multiprocessing, source.max_queue_size)
         self.source = source
-        self.place = place
+        self.shard = shard
         self.order = order
         self.first = first
 
     @property
     def num_batches(self) -> int | None:
         batches = self.source.num_batches
-        return None if batches is None else self.place.steps(batches) - self.first
+        return None if batches is None else self.shard.steps(batches) - self.first
 
     def __getitem__(self, step: int) -> Any:
         step += self.first
-        if self.place.batch == "global":
-            return rows.mine(self._batch(step), self.place)
-        number = step * self.place.size + self.place.rank
+        if self.shard.batch == "global":
+            return rows.mine(self._batch(step), self.shard)
+        number = step * self.shard.size + self.shard.rank
         if self.source.num_batches is None or number < self.source.num_batches:
             return self._batch(number)
         # No batch left for this rank: one more is read for its shape, while the other ranks read theirs.
@@ -57,48 +61,62 @@ class _Pass(keras.utils.PyDataset):  # type: ignore[misc]
         self.source.on_epoch_end()
 
 
-class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc]
+class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc, valid-type]
     """This rank's part of a `PyDataset`; its workers, processes and queue size are kept."""
 
-    def __init__(self, place: Place, source: Any, class_weight: Any = None, shuffle: bool | str = False) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        source: Any,
+        class_weight: Any = None,
+        shuffle: bool | str = False,
+        agree_on_randomness: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        self.agree_on_randomness = agree_on_randomness
         batches = source.num_batches
         if batches == 0:
             raise ValueError(f"Cannot share out an empty data set. Received: {source} of length 0.")
-        super().__init__(_Pass(source, place), class_weight=class_weight, shuffle=False)
+        super().__init__(_Pass(source, shard), class_weight=class_weight, shuffle=False)
         # Each pass starts workers of its own, so that those of an abandoned pass never feed the next one.
         self.enqueuer = None
         self.shuffle = shuffle and batches is not None
         self.seed = 0
         self.passes = Passes()
-        self.step_size = place.steps_apart
-        dealt_evenly = batches is None or batches % place.size == 0
-        self.may_be_empty = place.size > 1 and (place.batch == "global" or not dealt_evenly)
+        self.step_size = shard.steps_apart
+        dealt_evenly = batches is None or batches % shard.size == 0
+        self.may_be_empty = shard.size > 1 and (shard.batch == "global" or not dealt_evenly)
         self.fingerprint = ["PyDataset", batches, str(shuffle), type(source).__name__]
 
     @property
     def summary(self) -> str:
         """What was decided, in a few words."""
         batches, steps = self.py_dataset.source.num_batches, self.num_batches
-        how = "dealt to ranks one by one" if self.py_dataset.place.batch == "local" else "each cut among the ranks"
+        how = "dealt to ranks one by one" if self.py_dataset.shard.batch == "local" else "each cut among the ranks"
         return f"PyDataset, {batches or 'endless'} batches, {how}, steps an epoch: {steps or 'unknown'}"
 
-    def content(self) -> int:
-        """Nothing cheap can be compared."""
-        return 0
+    def content(self) -> str:
+        """Returns a digest of the first batch, to find out whether ranks hold the same data."""
+        return digest(self.py_dataset.source[0])
+
+    def on_epoch_begin(self) -> None:
+        """Keras calls it. A data set that draws its order does so from the same random numbers on all ranks."""
+        self.agree_on_randomness("PyDataset.on_epoch_begin()")
+        super().on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Keras calls it."""
+        """Keras calls it. A data set that draws its order does so from the same random numbers on all ranks."""
+        self.agree_on_randomness("PyDataset.on_epoch_end()")
         super().on_epoch_end()
         self.passes.end()
 
     def _get_iterator(self) -> Iterator[Any]:
-        source, place = self.py_dataset.source, self.py_dataset.place
+        source, shard = self.py_dataset.source, self.py_dataset.shard
         epoch, first = self.passes.begin()
         order = None
         if self.shuffle:
-            batches = Partition(source.num_batches, 1, place)
+            batches = Partition(source.num_batches, 1, shard)
             order = batches.order(True, self.seed, epoch)
-        for batch in _read(_Pass(source, place, order, first)):
+        for batch in _read(_Pass(source, shard, order, first)):
             yield self._standardize_batch(batch)
             self.passes.next = epoch + 1  # Not before: see `arrays.ShardedArrays`.
 

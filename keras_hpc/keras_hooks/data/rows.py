@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from keras.src import tree
-from keras.src.trainers.data_adapters import data_adapter_utils
+from keras import tree
 
-from keras_hpc.keras_hooks.data.partition import Place
+from keras_hpc.keras_hooks import keras_private
+from keras_hpc.keras_hooks.data.partition import Shard
+
+_is_tensorflow_sparse = keras_private.adapter("data_adapter_utils:is_tensorflow_sparse")
 
 
 def count(batch: Any) -> int:
@@ -22,7 +24,7 @@ def take(batch: Any, start: int, stop: int) -> Any:
     def one(array: Any) -> Any:
         if array is None:
             return None
-        if data_adapter_utils.is_tensorflow_sparse(array):
+        if _is_tensorflow_sparse(array):
             import tensorflow as tf
 
             rest = array.shape[1:]
@@ -37,6 +39,6 @@ def empty_like(batch: Any) -> Any:
     return take(batch, 0, 0)
 
 
-def mine(batch: Any, place: Place) -> Any:
+def mine(batch: Any, shard: Shard) -> Any:
     """Returns this rank's part of a batch that all ranks hold."""
-    return take(batch, *place.part(count(batch)))
+    return take(batch, *shard.part(count(batch)))

@@ -3,75 +3,123 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from keras.src.trainers import data_adapters
-from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
 
 from keras_hpc.job import log
 from keras_hpc.job.current import Job
 from keras_hpc.job.team import Team
-from keras_hpc.keras_hooks.data.partition import Place
+from keras_hpc.keras_hooks import keras_private, running, seeds
+from keras_hpc.keras_hooks.data.partition import Shard
 
-_HINT = "If each rank reads its own part of the data, call keras_hpc.init(shard=False)."
+_can_convert_arrays = keras_private.adapter("array_data_adapter:can_convert_arrays")
+_is_tf_dataset = keras_private.adapter(":is_tf_dataset")
+_is_torch_dataloader = keras_private.adapter(":is_torch_dataloader")
+_get_data_adapter = keras_private.adapter(":get_data_adapter")
+_HINT = (
+    "If each rank reads its own part of the data, call keras_hpc.init(shard=False). If all are to hold the same, make "
+    "them after keras_hpc.init(), and draw what is random from `random`, `np.random`, Keras, the framework, or from a "
+    "generator with a seed; np.random.default_rng() without one is another on each rank."
+)
 
 
-def adapter_for(job: Job, team: Team, arguments: dict[str, Any], announce: bool = False) -> Any:
+def adapter_for(job: Job, team: Team, call: running.Call, arguments: dict[str, Any]) -> Any:
     """Returns the Keras `DataAdapter` of this rank's part, or `None` where Keras' own does. Collective.
 
     Args:
         job: the running job.
         team: the team whose ranks share the data.
+        call: the `fit` or `evaluate` that opens the data.
         arguments: those of Keras' `EpochIterator`.
-        announce: whether rank 0 says what was decided.
 
     Returns:
         A `DataAdapter`. Its attribute `may_be_empty`, the same on every rank, says whether some rank may get a batch
         without rows.
 
     Raises:
-        ValueError: on every rank, if the data cannot be shared out, or differ between ranks.
+        ValueError: on every rank, if the data cannot be shared out, or differ between ranks in `fit`.
     """
-    place = Place(team.rank, team.size, job.batch)
+    shard = Shard(team.rank, team.size, job.batch, fixed_batch(call.model))
+    what = f"the data of Model.{call.kind}()"
     # Ranks whose data are refused must not leave the others waiting: they tell them why.
     try:
-        adapter = _open(place, arguments)
+        adapter = _open(shard, team, arguments)
     except (TypeError, ValueError) as error:
-        _exchange(team, {"error": f"{error}"})
+        _exchange(team, {"error": f"{error}"}, what)
         raise
     if adapter is None:
-        _raise_if_different(_exchange(team, {"data": None}))
+        _raise_if_different(_exchange(team, {"data": None}, what))
         return None
-    mine = {"data": adapter.fingerprint, "content": adapter.content()}
+    with seeds.kept():  # a data set may draw while its first batch is read
+        mine = {"data": adapter.fingerprint, "content": adapter.content() if team.size > 1 else ""}
     if adapter.shuffle:
         # From NumPy's generator, which `keras.utils.set_random_seed` seeds; rank 0's is taken.
         mine["seed"] = int(np.random.randint(2**62, dtype=np.int64))
-    everyone = _exchange(team, mine)
+    everyone = _exchange(team, mine, what)
+    differ = any((other.get("data"), other.get("content")) != (mine["data"], mine["content"]) for other in everyone)
+    if call.kind == "evaluate" and differ and not any("error" in other for other in everyone):
+        call.own_data = True  # what each rank asks for
+        return None
     _raise_if_different(everyone)
     if adapter.shuffle:
         adapter.seed = everyone[0]["seed"]
-    _warn(team, adapter, [other["content"] for other in everyone])
-    if announce and team.size > 1 and team.rank == 0:
+    _warn(team, adapter, differ)
+    if call.kind == "fit" and not call.announced and team.size > 1 and team.rank == 0:
         log.info(f"{adapter.summary}; {team.size} ranks.")
+    call.announced = True  # `fit` opens its own data first, then those of its validation
     return adapter
 
 
-def _open(place: Place, arguments: dict[str, Any]) -> Any:
+def check_steps(job: Job, team: Team, call: running.Call, arguments: dict[str, Any]) -> None:
+    """Raises where ranks that read their own part would make different numbers of steps. Collective.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    if team.size == 1 or call.kind != "fit" or call.announced:
+        return
+    call.announced = True
+    names = ("y", "sample_weight", "batch_size", "steps_per_epoch", "shuffle", "class_weight")
+    steps: int | None = arguments.get("steps_per_epoch")
+    if steps is None and not hasattr(arguments.get("x"), "__next__"):  # opening a generator takes its first batch
+        steps = _get_data_adapter(arguments.get("x"), **_pick(arguments, *names)).num_batches
+    everyone = team.allgather_object(steps, "the data of Model.fit()")
+    if len(set(everyone)) > 1 and None not in everyone:
+        few, many = min(everyone), max(everyone)
+        raise ValueError(
+            "With init(shard=False) every rank must make the same number of steps in an epoch, because each step "
+            "communicates. Give all ranks as many batches, or `steps_per_epoch`. Received: "
+            f"{few} steps on rank {everyone.index(few)} of the team, {many} on rank {everyone.index(many)}"
+        )
+
+
+def fixed_batch(model: Any) -> int | None:
+    """Returns the only batch size that a model takes, as its inputs say; None: any."""
+    sizes = {x.shape[0] for x in getattr(model, "inputs", None) or [] if len(x.shape)} - {None}
+    return int(sizes.pop()) if sizes else None
+
+
+def _open(shard: Shard, team: Team, arguments: dict[str, Any]) -> Any:
     """Returns this rank's adapter, before anything is agreed on."""
+    if shard.fixed is not None and shard.batch == "global" and shard.size > 1:
+        raise ValueError(
+            'With init(batch="global") ranks take parts of a batch, but this model takes batches of one size only. Use '
+            f'batch="local", or make the model without `batch_size`. Received: a batch size of {shard.fixed}'
+        )
     given = _pick(arguments, "y", "sample_weight", "class_weight")
     x, shuffle = arguments.get("x"), arguments.get("shuffle", False)
-    if can_convert_arrays((x, given["y"], given["sample_weight"])):
+    if _can_convert_arrays((x, given["y"], given["sample_weight"])):
         from keras_hpc.keras_hooks.data.arrays import ShardedArrays
 
-        return ShardedArrays(place, x, **given, **_pick(arguments, "batch_size", "steps_per_epoch"), shuffle=shuffle)
-    open_batches = _batches_of(place, x, given["class_weight"], shuffle)
+        return ShardedArrays(shard, x, **given, **_pick(arguments, "batch_size", "steps_per_epoch"), shuffle=shuffle)
+    open_batches = _batches_of(shard, team, x, given["class_weight"], shuffle)
     if open_batches is None:
         return None
     # Keras' own messages for `y=` beside a data set, class_weight beside a DataLoader and so on.
-    data_adapters.get_data_adapter(x, **given)
+    _get_data_adapter(x, **given)
     return open_batches()
 
 
@@ -79,33 +127,42 @@ def _pick(arguments: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: arguments.get(name) for name in names}
 
 
-def _batches_of(place: Place, x: Any, class_weight: Any, shuffle: bool | str) -> Callable[[], Any] | None:
+def _batches_of(shard: Shard, team: Team, x: Any, class_weight: Any, shuffle: bool | str) -> Callable[[], Any] | None:
     """Returns what opens a source of ready-made batches; `None` leaves it to Keras."""
     import keras
 
     if isinstance(x, keras.utils.PyDataset):
         from keras_hpc.keras_hooks.data.py_datasets import ShardedPyDataset
 
-        return lambda: ShardedPyDataset(place, x, class_weight, shuffle)
-    if data_adapters.is_torch_dataloader(x):
+        return lambda: ShardedPyDataset(shard, x, class_weight, shuffle, functools.partial(seeds.agree, team))
+    if _is_torch_dataloader(x):
         from keras_hpc.keras_hooks.data.torch_loaders import ShardedDataLoader, reads_its_own_part
 
-        return None if reads_its_own_part(x) else lambda: ShardedDataLoader(place, x)
-    if place.size == 1:
+        return None if reads_its_own_part(x) else lambda: ShardedDataLoader(shard, x)
+    if shard.size == 1:
         return None
-    if data_adapters.is_tf_dataset(x) and hasattr(x, "shard"):
+    if _is_tf_dataset(x) and hasattr(x, "shard"):
         from keras_hpc.keras_hooks.data.tf_datasets import ShardedTFDataset
 
-        return lambda: ShardedTFDataset(place, x, class_weight)
+        return lambda: ShardedTFDataset(shard, x, class_weight)
+    if hasattr(x, "__next__") or _is_grain(x):
+        from keras_hpc.keras_hooks.data.streams import ShardedStream
+
+        return lambda: ShardedStream(shard, x, "generator" if hasattr(x, "__next__") else "grain data set")
     raise ValueError(
-        f"keras_hpc cannot share out data of type {type(x).__name__} among {place.size} ranks: each would see all of "
-        "it. Expected arrays, tensors, a tf.data.Dataset, a keras.utils.PyDataset or a torch DataLoader. "
+        f"keras_hpc cannot share out data of type {type(x).__name__} among {shard.size} ranks: each would see all of "
+        "it. Expected arrays, tensors, a tf.data.Dataset, a PyDataset, a torch DataLoader, a Grain data set or a "
+        "generator. "
         f"{_HINT} Received: x={x}"
     )
 
 
-def _exchange(team: Team, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    return [mine] if team.size == 1 else team.allgather_object(mine)
+def _is_grain(x: Any) -> bool:
+    return any(kind.__module__.split(".")[0] == "grain" for kind in type(x).__mro__) and hasattr(x, "__iter__")
+
+
+def _exchange(team: Team, mine: dict[str, Any], what: str) -> list[dict[str, Any]]:
+    return [mine] if team.size == 1 else team.allgather_object(mine, what)
 
 
 def _raise_if_different(everyone: Sequence[dict[str, Any]]) -> None:
@@ -122,13 +179,18 @@ def _raise_if_different(everyone: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def _warn(team: Team, adapter: Any, contents: list[int]) -> None:
+def _warn(team: Team, adapter: Any, differ: bool) -> None:
     """Says on the team's first rank what looks wrong but may be meant."""
-    logger = logging.getLogger("keras_hpc")
-    if team.rank == 0 and any(content != contents[0] for content in contents):
-        logger.warning("The ranks' arrays have the same shapes but different contents. %s", _HINT)
-    if team.rank == 0 and getattr(adapter, "unseeded", False):
-        logger.warning(
+    if team.rank > 0:
+        return
+    if differ:
+        log.warning(
+            "The ranks' data have the same shapes but different contents, so samples are repeated and left out, and "
+            f"validation data may be trained on. {_HINT}"
+        )
+    elif getattr(adapter, "unseeded", False):
+        log.warning(
             "A tf.data.Dataset that is shared out shuffles without a seed: each rank has its own order, so samples are "
-            "repeated and left out. Give `shuffle` a seed, or call keras.utils.set_random_seed before it."
+            "repeated and left out. Make it after keras_hpc.init(), give `shuffle` a seed, or call "
+            "keras.utils.set_random_seed before it."
         )

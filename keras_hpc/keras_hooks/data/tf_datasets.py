@@ -5,59 +5,64 @@ from __future__ import annotations
 
 from typing import Any
 
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+import numpy as np
 
-from keras_hpc.keras_hooks.data.partition import Place
+from keras_hpc.keras_hooks import keras_private
+from keras_hpc.keras_hooks.data.arrays import digest
+from keras_hpc.keras_hooks.data.partition import Shard
+
+TFDatasetAdapter = keras_private.adapter("tf_dataset_adapter:TFDatasetAdapter")
 
 
-class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc]
+class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc, valid-type]
     """This rank's part of a `tf.data.Dataset`, for any backend: each rank runs the whole pipeline."""
 
     shuffle = False
 
-    def __init__(self, place: Place, dataset: Any, class_weight: Any = None) -> None:
+    def __init__(self, shard: Shard, dataset: Any, class_weight: Any = None) -> None:
         spec, cardinality = dataset.element_spec, int(dataset.cardinality())
         if cardinality == 0:
             raise ValueError(f"Cannot share out an empty data set. Received: {dataset}.")
         _check_batched(spec)
-        super().__init__(shard(dataset, place), class_weight=class_weight)
-        self.place = place
-        self.step_size = place.steps_apart
+        super().__init__(part_of(dataset, shard), class_weight=class_weight)
+        self.shard = shard
+        self.step_size = shard.steps_apart
         # A known number of batches (-1: endless, -2: unknown) tells whether the last step has one for every rank.
         self.may_be_empty = (
-            place.batch == "global" or cardinality == -2 or (cardinality > 0 and cardinality % place.size > 0)
+            shard.batch == "global" or cardinality == -2 or (cardinality > 0 and cardinality % shard.size > 0)
         )
         self.fingerprint = ["tf.data", cardinality, str(spec)]
         self._batches = {-1: "endless", -2: "unknown number of"}.get(cardinality, str(cardinality))
         self.unseeded = shuffles_without_seed(dataset)
+        self._content = digest([np.zeros(0), *_constants(dataset)])
 
     @property
     def summary(self) -> str:
         """What was decided, in a few words."""
-        how = "dealt to ranks one by one" if self.place.batch == "local" else "each cut among the ranks"
+        how = "dealt to ranks one by one" if self.shard.batch == "local" else "each cut among the ranks"
         steps = "unknown" if self.num_batches is None else self.num_batches
         return f"tf.data.Dataset, {self._batches} batches, {how}, steps an epoch: {steps}"
 
-    def content(self) -> int:
-        """Nothing cheap can be compared."""
-        return 0
+    def content(self) -> str:
+        """Returns a digest of the tensors and seeds in the pipeline, to find out whether ranks hold the same data."""
+        return self._content
 
 
-def shard(dataset: Any, place: Place) -> Any:
+def part_of(dataset: Any, shard: Shard) -> Any:
     """Returns this rank's part of `dataset`; ranks get the same number of batches, some of which may have no rows."""
     import tensorflow as tf
 
-    if place.batch == "global":
+    if shard.batch == "global":
         structured = isinstance(dataset.element_spec, tuple)
         return dataset.map(
-            lambda *element: _part(element if structured else element[0], place), num_parallel_calls=tf.data.AUTOTUNE
+            lambda *element: _part(element if structured else element[0], shard), num_parallel_calls=tf.data.AUTOTUNE
         ).prefetch(tf.data.AUTOTUNE)
     # See `partition.deal`: `rank` empty batches behind the others give each rank its full number of steps and never one
     # more, so nobody has to know how many batches there are.
-    if place.rank and not (dataset.cardinality() >= 0 and dataset.cardinality() % place.size == 0):
-        empty = tf.data.Dataset.range(place.rank).map(lambda _: tf.nest.map_structure(_empty, dataset.element_spec))
+    if shard.rank and not (dataset.cardinality() >= 0 and dataset.cardinality() % shard.size == 0):
+        empty = tf.data.Dataset.range(shard.rank).map(lambda _: tf.nest.map_structure(_empty, dataset.element_spec))
         dataset = dataset.concatenate(empty)
-    return dataset.shard(place.size, place.rank)
+    return dataset.shard(shard.size, shard.rank)
 
 
 def shuffles_without_seed(dataset: Any) -> bool:
@@ -69,6 +74,14 @@ def shuffles_without_seed(dataset: Any) -> bool:
     if "Shuffle" in type(dataset).__name__ and all(s is not None and int(s) == 0 for s in seeds):
         return True
     return any(map(shuffles_without_seed, dataset._inputs()))
+
+
+def _constants(dataset: Any) -> list[Any]:
+    """Returns the tensors that a pipeline begins with, and the seeds of its shuffles. Reads no element of it."""
+    held = [*(getattr(dataset, "_tensors", None) or []), getattr(dataset, "_tensor", None)]
+    seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
+    found = [np.asarray(x) for x in (*held, *seeds) if hasattr(x, "numpy")]
+    return found + [x for source in dataset._inputs() for x in _constants(source)]
 
 
 def shuffles(dataset: Any) -> bool:
@@ -87,14 +100,14 @@ def _check_batched(spec: Any) -> None:
             )
 
 
-def _part(element: Any, place: Place) -> Any:
+def _part(element: Any, shard: Shard) -> Any:
     import tensorflow as tf
 
     first = next(x for x in tf.nest.flatten(element) if x is not None)
     rows = first.shape[0]
     if rows is None:
         rows = first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first, tf.int64)[0]
-    start, stop = place.part(rows)
+    start, stop = shard.part(rows)
 
     def cut(x: Any) -> Any:
         if isinstance(x, tf.SparseTensor):

@@ -8,32 +8,35 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from keras_hpc.keras_hooks import keras_private
 from keras_hpc.keras_hooks.data import rows
-from keras_hpc.keras_hooks.data.partition import Passes, Place, deal
+from keras_hpc.keras_hooks.data.arrays import digest
+from keras_hpc.keras_hooks.data.partition import Passes, Shard, deal
+
+TorchDataLoaderAdapter = keras_private.adapter("torch_data_loader_adapter:TorchDataLoaderAdapter")
 
 
-class ShardedDataLoader(TorchDataLoaderAdapter):  # type: ignore[misc]
+class ShardedDataLoader(TorchDataLoaderAdapter):  # type: ignore[misc, valid-type]
     """This rank's part of a `DataLoader`."""
 
     shuffle = True  # it may: then the ranks need a common seed
     _num_batches: int | None
 
-    def __init__(self, place: Place, loader: DataLoader[Any]) -> None:
+    def __init__(self, shard: Shard, loader: DataLoader[Any]) -> None:
         super().__init__(loader)
         batches = self._num_batches
         if batches == 0:
             raise ValueError(f"Cannot share out an empty data set. Received: {loader} of length 0.")
-        self._dataloader = _Part(loader, place)
-        self._num_batches = None if batches is None else place.steps(batches)
-        self.place = place
+        self._dataloader = _Part(loader, shard)
+        self._num_batches = None if batches is None else shard.steps(batches)
+        self.shard = shard
         self.passes = self._dataloader.passes
-        self.step_size = place.steps_apart
+        self.step_size = shard.steps_apart
         self._batches = batches
-        dealt_evenly = batches is not None and batches % place.size == 0
-        self.may_be_empty = place.size > 1 and (place.batch == "global" or not dealt_evenly)
+        dealt_evenly = batches is not None and batches % shard.size == 0
+        self.may_be_empty = shard.size > 1 and (shard.batch == "global" or not dealt_evenly)
         self.fingerprint = ["DataLoader", batches, loader.batch_size, type(loader.sampler).__name__]
 
     @property
@@ -48,13 +51,19 @@ class ShardedDataLoader(TorchDataLoaderAdapter):  # type: ignore[misc]
     @property
     def summary(self) -> str:
         """What was decided, in a few words."""
-        how = "dealt to ranks one by one" if self.place.batch == "local" else "each cut among the ranks"
+        how = "dealt to ranks one by one" if self.shard.batch == "local" else "each cut among the ranks"
         known = "unknown"
         return f"DataLoader, {self._batches or known} batches, {how}, steps an epoch: {self._num_batches or known}"
 
-    def content(self) -> int:
-        """Nothing cheap can be compared."""
-        return 0
+    def content(self) -> str:
+        """Returns a digest of the first sample, to find out whether ranks hold the same data."""
+        loader = self._dataloader.loader
+        if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+            return ""
+        try:
+            return digest(loader.dataset[0])
+        except (IndexError, KeyError, TypeError):  # the user's sampler knows other keys
+            return ""
 
     def on_epoch_end(self) -> None:
         """Keras calls it."""
@@ -72,9 +81,9 @@ def reads_its_own_part(loader: DataLoader[Any]) -> bool:
 class _Part:
     """Iterates over this rank's batches, a pass each time."""
 
-    def __init__(self, loader: DataLoader[Any], place: Place) -> None:
+    def __init__(self, loader: DataLoader[Any], shard: Shard) -> None:
         self.loader = loader
-        self.place = place
+        self.shard = shard
         self.seed = 0
         self.passes = Passes()
 
@@ -93,18 +102,18 @@ class _Part:
 
     def _stream(self) -> Iterator[Any]:
         """An iterable data set, or one without batches of its own: every rank reads all and keeps its part."""
-        if self.place.batch == "local":
-            return deal(self.loader, rows.empty_like, self.place)
-        return (rows.mine(batch, self.place) for batch in self.loader)
+        if self.shard.batch == "local":
+            return deal(self.loader, rows.empty_like, self.shard)
+        return (rows.mine(batch, self.shard) for batch in self.loader)
 
     def _chosen(self, begin: int) -> Iterator[Any]:
         """An indexable data set: the rank loads its own samples only, from the step `begin` on."""
-        loader, place = self.loader, self.place
+        loader, shard = self.loader, self.shard
         chosen: Iterator[list[int]] = map(list, list(loader.batch_sampler))
-        if place.batch == "local":
-            indices = list(deal(chosen, lambda _: [], place))
+        if shard.batch == "local":
+            indices = list(deal(chosen, lambda _: [], shard))
         else:
-            indices = [batch[slice(*place.part(len(batch)))] for batch in chosen]
+            indices = [batch[slice(*shard.part(len(batch)))] for batch in chosen]
         indices = indices[begin:]
         loaded = iter(_with_indices(loader, [batch for batch in indices if batch]))
         empty = None

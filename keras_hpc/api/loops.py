@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For training loops of the user's own: what `fit` does by itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from keras_hpc.job import current
+
+
+def shard(data: Any, team: int = 0) -> Any:
+    """Return this rank's part of a data set, for a training loop of your own.
+
+    All ranks get equally many rows or batches, so that they make equally many steps; the last ones, fewer than there
+    are ranks, are left out if they do not go round. What is random in the data set must be the same on all ranks, as it
+    is after `init()`.
+
+    Args:
+        data: an array or tensor, or a tuple, list or dictionary of them: rows are shared out. A `tf.data.Dataset`, a
+            `PyDataset`, a `DataLoader`, or anything else that can be iterated over: its batches are dealt.
+        team: number of the team whose ranks share.
+
+    Returns:
+        The same kind of thing: arrays, a `tf.data.Dataset`, a `PyDataset`; of a `DataLoader` and of what is iterated
+        over an iterable, of a generator a generator.
+    """
+    from keras_hpc.keras_hooks.data import loops
+
+    members = current.team_number(team)
+    return loops.part_of(data, members.rank, members.size)
+
+
+@contextlib.contextmanager
+def step(samples: Any) -> Iterator[None]:
+    """Context for one step of a training loop of your own: gradients count in proportion to the ranks' samples.
+
+    Inside, random layers and the framework's own random functions draw other numbers on each rank. It may stand inside
+    of a `tf.function` or `jax.jit`. Every rank must take part in every step; one without samples passes 0, and its
+    gradients are not read.
+
+    ```python
+    for x, y in keras_hpc.shard(dataset):
+        with keras_hpc.step(samples=len(x)):
+            train_step(x, y)
+    ```
+
+    Args:
+        samples: of this rank in this step, a number or a scalar tensor.
+    """
+    if not current.active():
+        yield
+        return
+    from keras_hpc.keras_hooks import running, seeds
+
+    with running.running_step(running.Step(None, "loop", False, samples)), seeds.of_rank(None):
+        yield
+
+
+def average_statistics(model: Any) -> None:
+    """Average over ranks what layers keep of their own data, such as BatchNormalization's statistics. Collective.
+
+    `fit`, `evaluate` and `predict` do it themselves. For training loops of your own, before the model is saved.
+
+    Args:
+        model: a model or layer.
+    """
+    from keras_hpc.keras_hooks import variables
+
+    variables.average(current.team_of(model), variables.per_rank_state(model))
+
+
+def keep_local(layer: Any) -> None:
+    """Let a layer's variables be each rank's own: neither their values nor their gradients are shared.
+
+    Call it on every rank, before the first step. `check_replicas` leaves them out; rank 0 saves its own.
+
+    Args:
+        layer: a Keras layer.
+
+    Raises:
+        TypeError: it is no layer.
+    """
+    import keras
+
+    if not isinstance(layer, keras.Layer):
+        raise TypeError(f"`layer` has the variables. Expected a Keras layer. Received: {layer!r}")
+    current.job().known.keep_local(layer)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds models, metrics and optimizers before their first step, so that ranks can make them equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_hpc.keras_hooks import running, variables
+
+
+def is_built(model: Any) -> bool:
+    """Returns whether a model and its optimizers have all their variables."""
+    layers = all(layer.built for layer in model._flatten_layers())
+    return layers and all(optimizer.built for optimizer in variables.optimizers_of(model))
+
+
+def build(model: Any, batch: Any, *, metrics: bool = False) -> None:
+    """Build model and optimizer for a batch of data, or of shapes and dtypes, where Keras can.
+
+    Args:
+        model: a compiled model.
+        batch: what `fit` trains on.
+        metrics: whether the metrics must be built even if all else is; otherwise the first step builds them.
+    """
+
+    def symbolic(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        return keras.KerasTensor(tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype))
+
+    compiled = getattr(model, "_compile_metrics", None)
+    if is_built(model) and not (metrics and compiled is not None and not compiled.built):
+        return
+    try:
+        model._symbolic_build(data_batch=keras.tree.map_structure(symbolic, batch))
+    except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError):  # whatever a call() may raise
+        # A model without call(), as a GAN's with a train_step of its own, is built by its first step. What is wrong
+        # with a model is raised by that step, too.
+        return
+
+
+def trace(model: Any, step: Callable[[Any], Any], element_spec: Any) -> None:
+    """Trace a step on TensorFlow once without running it: that creates what its first run would create.
+
+    Several optimizers of one model are built by the step itself. The variables that the first one makes while a step
+    is traced have no values until it runs, so nothing could make them equal before.
+
+    Args:
+        model: the model that owns it.
+        step: its `train_step`.
+        element_spec: of the data.
+    """
+    import tensorflow as tf
+
+    if is_built(model) or model.run_eagerly:
+        return
+
+    def plain(spec: Any) -> Any:
+        return None if isinstance(spec, tf.OptionalSpec) else spec
+
+    with running.only_building():
+        tf.function(step).get_concrete_function(tf.nest.map_structure(plain, element_spec))

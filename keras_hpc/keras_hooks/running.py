@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs in this thread: which step, which `fit`, `evaluate` or `predict`.
+
+All of it is kept for each thread, as a job may train models of several teams in threads of their own.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any, Literal
+
+
+@dataclasses.dataclass
+class Step:
+    """The training or test step that runs, or is being traced.
+
+    Args:
+        model: the model whose step it is; None in a loop of the user's own.
+        key: names the model's plans, the same on every rank.
+        in_lockstep: whether all ranks run as many of these steps, so that they may exchange something in each.
+        count: samples in this rank's batch, a number or a scalar tensor; None if the data has no batch axis.
+        total: samples of all ranks, once they were exchanged.
+        uses: how often each kind of exchange was used so far.
+    """
+
+    model: Any
+    key: str
+    in_lockstep: bool
+    count: Any
+    total: Any = None
+    uses: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def next_use(self, what: str) -> int:
+        """Returns how often an exchange was used in this step before: 0, then 1, the same on every rank."""
+        self.uses[what] += 1
+        return self.uses[what] - 1
+
+
+@dataclasses.dataclass
+class Call:
+    """The `fit`, `evaluate` or `predict` that runs.
+
+    Args:
+        kind: which of them; "train_on_batch" and the like have none of the attributes below.
+        model: the model.
+        active: whether it works together with other ranks.
+        adapter: of the data that it reads; None in `train_on_batch` and `test_on_batch`.
+        own_data: whether each rank evaluates data of its own, alone.
+        saves: whether a callback of the user's saves the model at the end of an epoch.
+        agree_each_batch: whether a callback may stop training after any batch.
+        initial_epoch: number of the first epoch.
+        epochs: number of the last epoch, plus one.
+        session: the `Session` of a `Checkpoint`.
+        announced: whether rank 0 has said how the data are shared out.
+    """
+
+    kind: Literal["fit", "evaluate", "predict", "train_on_batch", "test_on_batch"]
+    model: Any
+    active: bool
+    adapter: Any = None
+    own_data: bool = False
+    saves: bool = False
+    agree_each_batch: bool = False
+    initial_epoch: int = 0
+    epochs: int = 0
+    session: Any = None
+    announced: bool = False
+
+
+class _Running(threading.local):
+    step: Step | None = None
+    call: Call | None = None
+    building: bool = False
+    writing_is_off: bool = False
+
+
+_running = _Running()
+
+
+def step() -> Step | None:
+    """Returns the running step; None in a loop of the user's own."""
+    return _running.step
+
+
+def call() -> Call | None:
+    """Returns the innermost running call."""
+    return _running.call
+
+
+def building() -> bool:
+    """Returns whether a step is only traced to create its variables, so that nothing may be communicated."""
+    return _running.building
+
+
+def writing_is_off() -> bool:
+    """Returns whether models are not to be saved: in a callback that writes on another rank only."""
+    return _running.writing_is_off
+
+
+def running_step(value: Step) -> contextlib.AbstractContextManager[None]:
+    """Context in which `value` is the running step."""
+    return _with(step=value)
+
+
+def running_call(value: Call) -> contextlib.AbstractContextManager[None]:
+    """Context in which `value` is the running call."""
+    return _with(call=value, step=None)
+
+
+def only_building() -> contextlib.AbstractContextManager[None]:
+    """Context in which a step is only traced to create its variables."""
+    return _with(building=True)
+
+
+def without_writing() -> contextlib.AbstractContextManager[None]:
+    """Context in which saving a model does nothing."""
+    return _with(writing_is_off=True)
+
+
+@contextlib.contextmanager
+def _with(**values: Any) -> Iterator[None]:
+    before = {name: getattr(_running, name) for name in values}
+    vars(_running).update(values)
+    try:
+        yield
+    finally:
+        vars(_running).update(before)
+
+
+def plain_name(variable: Any) -> str:
+    """Returns a variable's name as it is on every rank.
+
+    That is neither its path, which is another one for a model that was loaded, nor the number that Keras may append.
+    """
+    return re.sub(r"(_\d+)?(:0)?$", "", str(getattr(variable, "name", "")))
