@@ -55,6 +55,7 @@ class Known:
 
     Attributes:
         teams: the number of the team that a model or optimizer was assigned to.
+        gone: the keys of those that do not exist any more.
     """
 
     def __init__(self) -> None:
@@ -65,6 +66,7 @@ class Known:
         self._local_layers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._moves = itertools.count(1)
+        self.gone: list[str] = []
 
     def model(self, model: Any) -> ModelState:
         """Returns the state of a model, or of a layer that is used as one."""
@@ -97,7 +99,8 @@ class Known:
         whatever their garbage collectors do.
         """
         if owner not in self._keys:
-            self._keys[owner] = f"{kind}{next(self._numbers)}"
+            key = self._keys[owner] = f"{kind}{next(self._numbers)}"
+            weakref.finalize(owner, self.gone.append, key).atexit = False
         return self._keys[owner]
 
     def next_move(self) -> int:

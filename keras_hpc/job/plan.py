@@ -80,6 +80,11 @@ class Plan:
         array: np.ndarray = self._native.memory(tensor).view(dtype_of(spec.dtype)).reshape(spec.shape)
         return array
 
+    def end(self) -> None:
+        """Frees the plan's memory. On every rank, between steps; nobody may start it again."""
+        self.kept = None  # it may hold the plan
+        self._native.end()
+
     def set_schedule(self, synchronous: int, pipelined: int) -> None:
         """Of a pipelined plan: so many steps from now are synchronous, so many then pipelined, the rest synchronous."""
         self._native.set_schedule(synchronous, pipelined)

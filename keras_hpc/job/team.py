@@ -161,6 +161,18 @@ class Team:
         """Waits until all ranks are here. Collective."""
         self.native.barrier()
 
+    def retire(self, gone: Sequence[str]) -> None:
+        """Frees the plans of models and optimizers that are gone on all ranks. Collective.
+
+        Args:
+            gone: what `plan` got as `key`, up to its first "/", of those that are gone on this rank.
+        """
+        mine = sorted({key.split("/")[0] for key, *_ in self._plans} & set(gone))
+        everyone = [set(theirs) for theirs in self.allgather_object(mine, "Model.fit()")]
+        everywhere = set.intersection(*everyone)
+        for signature in [signature for signature in self._plans if signature[0].split("/")[0] in everywhere]:
+            self._plans.pop(signature).end()
+
     @property
     def has_gradients(self) -> bool:
         """Whether it has made a plan for the gradients of an optimizer."""

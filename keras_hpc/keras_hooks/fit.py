@@ -103,6 +103,7 @@ def _fit(original: Method) -> Method:
                 return original(*bound.args, **bound.kwargs)
             if call.active:
                 root_only.drop(self, bound.arguments)
+                current.team_of(self).retire(current.job().known.gone)
             if session is not None:
                 with session.request:
                     try:

@@ -146,8 +146,9 @@ def of_rank(model: Any) -> Iterator[None]:
 
         streams = current.job().streams
         outside = torch.get_rng_state()
-        if "torch" not in streams:
-            streams["torch"] = _folded_torch(outside, rank)
+        # Whoever seeds PyTorch anew begins the streams of the ranks anew, too.
+        if "torch" not in streams or not torch.equal(streams["torch outside"], outside):
+            streams["torch"], streams["torch outside"] = _folded_torch(outside, rank), outside
         torch.set_rng_state(streams["torch"])
         try:
             yield
@@ -173,11 +174,9 @@ def of_rank(model: Any) -> Iterator[None]:
 def _folded_torch(state: Any, rank: int) -> Any:
     import torch
 
-    if rank == 0:
-        return state
     generator = torch.Generator()
     generator.set_state(state)
-    generator.manual_seed((int(torch.randint(2**31, (), generator=generator)) << 31) ^ _offset(rank))
+    generator.manual_seed((int(torch.randint(2**31, (), generator=generator)) << 31) ^ _offset(rank + 1))
     return generator.get_state()
 
 

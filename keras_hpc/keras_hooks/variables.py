@@ -123,7 +123,7 @@ def broadcast_variables(team: Any, variables: Sequence[Any], root: int = 0) -> b
     differing = differing_variables(team, variables, root)
     backend = backends.current()
     for chunk in _chunks([variables[index] for index in differing]):
-        arrays = [np.ascontiguousarray(backend.view(variable)) for variable in chunk]
+        arrays = [np.asarray(backend.view(variable), order="C") for variable in chunk]
         buffer = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])
         team.broadcast(buffer, root)
         if team.rank == root:

@@ -73,7 +73,7 @@ class PyTeam {
 
 struct PyPlan {
   const PyTeam* owner;  // kept alive by Python
-  Plan* plan;           // valid while the owner is open
+  Plan* plan;           // valid while the owner is open; null: it has ended
   Pipeline* pipeline;   // null: steps are synchronous
   int id;
 
@@ -81,11 +81,13 @@ struct PyPlan {
 
   Pipeline& get_pipeline() const {
     static_cast<void>(team());
+    if (plan == nullptr) throw Error("The plan has ended.");
     if (pipeline == nullptr) throw Error("Plan '" + plan->name() + "' is not pipelined.");
     return *pipeline;
   }
 
   void check(int tensor, size_t nbytes) const {
+    if (plan == nullptr) throw Error("The plan has ended.");
     if (tensor < 0 || tensor >= plan->layout().tensor_count())
       throw nb::index_error(("The plan has no tensor number " + std::to_string(tensor)).c_str());
     if (nbytes != plan->layout().range(tensor).size())
@@ -262,6 +264,15 @@ NB_MODULE(_native, m) {
             plan.get_pipeline().set_schedule(synchronous, pipelined);
           },
           "synchronous"_a, "pipelined"_a, "How many steps from now are synchronous, and then pipelined.")
+      .def(
+          "end",
+          [](PyPlan& plan) {
+            registry::remove(plan.plan);
+            plan.team().end_plan(*plan.plan);
+            plan.plan = nullptr;
+            plan.pipeline = nullptr;
+          },
+          "Frees the plan. On every rank, between steps.")
       .def("updates", [](const PyPlan& plan) { return plan.get_pipeline().updates(); })
       .def(
           "second",

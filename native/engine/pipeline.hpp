@@ -47,6 +47,7 @@ class Pipeline {
   // Makes an average outstanding again that `take` gave in an earlier process. Between steps; on every rank.
   void put(const std::vector<const void*>& data);
   bool outstanding() const { return outstanding_; }
+  bool is_of(const Plan& plan) const { return &plan_ == &plan; }
 
  private:
   struct Continuation;

@@ -57,7 +57,8 @@ class Plan {
   // True if all tensors of a bucket have been started with it.
   bool start(int tensor, void* data, double weight);
   void check_started(int tensor) const;
-  bool is_complete(int tensor) const;  // its result is where it was started
+  bool is_active() const { return active_; }  // an execution has begun and is not over
+  bool is_complete(int tensor) const;         // its result is where it was started
   void finish(int tensor);
 
   // Does what can be done now on one lane. One thread at a time per lane. True if anything was done.

@@ -36,6 +36,12 @@ void remove(Team* team) {
     if (entry.team == team) entry = {};
 }
 
+void remove(Plan* plan) {
+  const std::unique_lock lock(mutex);
+  for (PlanEntry& entry : plans)
+    if (entry.plan == plan) entry = {};
+}
+
 Team& team(int id) {
   const std::shared_lock lock(mutex);
   if (id < 0 || id >= static_cast<int>(teams.size()) || teams[static_cast<size_t>(id)] == nullptr)
@@ -46,7 +52,8 @@ Team& team(int id) {
 PlanEntry plan(int id) {
   const std::shared_lock lock(mutex);
   if (id < 0 || id >= static_cast<int>(plans.size()) || plans[static_cast<size_t>(id)].plan == nullptr)
-    throw Error("There is no plan with id " + std::to_string(id) + ": was keras_hpc.finalize() called?");
+    throw Error("There is no plan with id " + std::to_string(id) +
+                ": was its optimizer deleted, or keras_hpc.finalize() called?");
   return plans[static_cast<size_t>(id)];
 }
 

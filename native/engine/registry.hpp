@@ -15,6 +15,7 @@ int add(Team* team);
 int add(Team* team, Plan* plan, Pipeline* pipeline = nullptr);
 // Forgets the team and its plans.
 void remove(Team* team);
+void remove(Plan* plan);
 // Throw Error if there is none.
 Team& team(int id);
 PlanEntry plan(int id);

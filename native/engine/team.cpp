@@ -99,8 +99,8 @@ Plan& Team::make_plan(const std::string& name, const std::vector<TensorSpec>& te
   const auto algorithm_for = [this](size_t nbytes) { return allreduce_->algorithm_for(nbytes, true); };
   const std::lock_guard control(control_mutex_);
   auto plan =
-      std::make_unique<Plan>(context_, static_cast<int>(plans_.size()), name, tensors, op, weighted,
-                             static_cast<int>(lanes_.size()), wire, in_segment, algorithm_for, *transport_, *control_);
+      std::make_unique<Plan>(context_, next_plan_++, name, tensors, op, weighted, static_cast<int>(lanes_.size()), wire,
+                             in_segment, algorithm_for, *transport_, *control_);
   const std::lock_guard lock(plans_mutex_);
   plans_.push_back(std::move(plan));
   plan_count_.store(plans_.size(), std::memory_order_release);
@@ -110,6 +110,25 @@ Plan& Team::make_plan(const std::string& name, const std::vector<TensorSpec>& te
 Pipeline& Team::make_pipeline(Plan& plan) {
   const std::lock_guard lock(plans_mutex_);
   return *pipelines_.emplace_back(std::make_unique<Pipeline>(*this, plan));
+}
+
+void Team::end_plan(Plan& plan) {
+  throw_if_failed();
+  if (plan.is_active()) throw Error(plan.what() + " cannot end: a step of it has begun and is not over.");
+  std::vector<std::unique_lock<std::mutex>> held;  // so no lane works on it
+  for (const auto& lane : lanes_) held.emplace_back(lane->mutex);
+  const std::lock_guard lock(plans_mutex_);
+  const PlanTotals totals = plan.totals();
+  ended_plans_.executions += totals.executions;
+  ended_plans_.bytes += totals.bytes;
+  ended_plans_.seconds += totals.seconds;
+  for (const auto& lane : lanes_)
+    lane->plans.erase(std::remove(lane->plans.begin(), lane->plans.end(), &plan), lane->plans.end());
+  pipelines_.erase(std::remove_if(pipelines_.begin(), pipelines_.end(), [&](const auto& p) { return p->is_of(plan); }),
+                   pipelines_.end());
+  plans_.erase(std::remove_if(plans_.begin(), plans_.end(), [&](const auto& p) { return p.get() == &plan; }),
+               plans_.end());
+  plan_count_.store(plans_.size(), std::memory_order_release);
 }
 
 void Team::start(Plan& plan, int tensor, void* data, double weight) {
@@ -342,6 +361,9 @@ TeamReport Team::report() const {
   report.segment_bytes = allreduce_->segment_bytes() / at(topology().local_size());
   std::set<std::string> algorithms;
   const std::lock_guard lock(plans_mutex_);
+  report.steps = ended_plans_.executions;
+  report.bytes = ended_plans_.bytes;
+  report.wire_seconds = ended_plans_.seconds;
   for (const auto& plan : plans_) {
     report.segment_bytes += plan->segment_bytes() / at(topology().local_size());
     const PlanTotals totals = plan->totals();

@@ -52,12 +52,15 @@ class Team {
   int number() const { return context_.number; }
   int threads() const { return options_.threads; }
 
-  // Collective; throws PlanMismatch on every rank if the lists differ. The plan lives as long as the team. Between
-  // nodes, float32 is rounded to the 16 bits of `wire`, if given. With `in_segment` the tensors live in its memory.
+  // Collective; throws PlanMismatch on every rank if the lists differ. The plan lives until end_plan, or as long as the
+  // team. Between nodes, float32 is rounded to the 16 bits of `wire`, if given. With `in_segment` the tensors live in
+  // its memory.
   Plan& make_plan(const std::string& name, const std::vector<TensorSpec>& tensors, Op op, bool weighted,
                   std::optional<DType> wire = std::nullopt, bool in_segment = false);
   // For a plan whose tensors live in its segment.
   Pipeline& make_pipeline(Plan& plan);
+  // Frees a plan that no rank will start again, and its pipeline. Every rank does so, between executions.
+  void end_plan(Plan& plan);
   void start(Plan& plan, int tensor, void* data, double weight);
   void wait(Plan& plan, int tensor);
   // False if the team has no thread that could call `done`.
@@ -127,6 +130,8 @@ class Team {
   mutable std::mutex plans_mutex_;
   std::vector<std::unique_ptr<Plan>> plans_;
   std::atomic<size_t> plan_count_{0};
+  int next_plan_ = 0;       // a number is never given again
+  PlanTotals ended_plans_;  // what plans that are gone have done
   std::vector<std::unique_ptr<Pipeline>> pipelines_;
   std::unique_ptr<AllreduceCall> allreduce_;
   std::mutex async_mutex_;

@@ -25,7 +25,7 @@ from keras_cases import job
 
 import keras_hpc
 from keras_hpc.keras_hooks.data.arrays import ShardedArrays
-from keras_hpc.keras_hooks.data.partition import Place
+from keras_hpc.keras_hooks.data.partition import Shard
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 
@@ -55,7 +55,7 @@ KINDS = {"numpy": lambda a: a, "tensor": tensors, "pandas": frame, "torch": torc
 def test_ranks_together_hold_the_batches_of_one_rank(kind, shuffle, mode):
     x = KINDS[kind](X)
     adapter = opened(x, Y, batch_size=5, shuffle=shuffle)
-    one = ShardedArrays(Place(0, 1), x, Y, None, None, 5 * job().size if mode == "local" else 5, None, shuffle)
+    one = ShardedArrays(Shard(0, 1), x, Y, None, None, 5 * job().size if mode == "local" else 5, None, shuffle)
     one.seed = adapter.seed
     for _epoch in range(2):
         reference = batches(one)
@@ -268,13 +268,31 @@ def test_local_and_shard_false_leave_data_alone(monkeypatch):
     assert type(opened((X, Y) for _ in range(2))).__module__.startswith("keras.")
 
 
-def test_generators_are_refused():
-    def forever():
-        for _ in itertools.count():
-            yield X, Y
+def test_generators_are_dealt():
+    def batches():
+        for start in range(0, SAMPLES, 5):  # 8 batches, the last with 2 samples
+            yield X[start : start + 5], Y[start : start + 5]
 
-    if job().size > 1:
-        with pytest.raises(ValueError, match=r"cannot share out data of type generator.*shard=False"):
-            opened(forever())
-    else:
-        assert opened(forever()).num_batches is None
+    adapter = opened(batches())
+    seen = [int(y) for _, labels in adapter.get_numpy_iterator() for y in np.asarray(labels)]
+    everyone = job().teams[0].allgather_object(seen)
+    assert sorted(y for theirs in everyone for y in theirs) == list(range(SAMPLES))
+    assert job().size == 1 or everyone[0][:5] == [0, 1, 2, 3, 4]
+
+
+def test_an_endless_generator_goes_on_where_an_epoch_ended():
+    def forever():
+        for number in itertools.count():
+            yield np.full((4, 2), number, "float32"), np.zeros((4, 1), "float32")
+
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(float(logs["loss"]))
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)])
+    model.compile(keras.optimizers.SGD(0.0), "mae")
+    model.fit(forever(), steps_per_epoch=3, epochs=2, verbose=0, callbacks=[Watch()])
+    assert len(seen) == 6
+    keras_hpc.check_replicas(model)

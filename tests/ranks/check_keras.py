@@ -263,7 +263,7 @@ def test_init_refuses(other, monkeypatch):
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
         error, text = RuntimeError, "torch.distributed"
     else:
-        monkeypatch.setitem(keras_private.REQUIRED, "keras.src.trainers.trainer:Trainer._gone", "3.10 to 3.15")
+        monkeypatch.setattr(keras_private, "REQUIRED", ["keras.src.trainers.trainer:Trainer._gone"])
         error, text = ImportError, rf"Trainer._gone.*{keras.__version__}"
     with pytest.raises(error, match=text):
         keras_private.check()

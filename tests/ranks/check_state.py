@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas are equal where they must be: at the start, after restores, at epoch ends; and differ where they must."""
 
+import contextlib
 import json
+import random
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -51,7 +54,8 @@ def test_dropout_differs_by_rank_and_is_reproducible():
         model = compiled(keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.5), keras.layers.Dense(3)]))
         train(model)
         (generator,) = model.layers[0]._seed_generators
-        noise = np.array(model.layers[0](np.ones((4, 6), "float32"), training=True))
+        with keras_hpc.step(samples=4):
+            noise = np.array(model.layers[0](np.ones((4, 6), "float32"), training=True))
         return noise.tolist(), np.array(generator.state).tolist(), [v.tolist() for v in values(model)]
 
     first, second = run(), run()
@@ -60,34 +64,48 @@ def test_dropout_differs_by_rank_and_is_reproducible():
     assert all(w == weights[0] for w in weights)
     for rank in range(1, job().size):
         assert noises[rank] != noises[0]
-        assert states[rank] != states[0]
+        assert states[rank] == states[0], "numbers are folded with the rank where they are drawn"
 
 
-def test_global_random_stream_differs_by_rank_and_is_reproducible():
+@pytest.mark.parametrize("in_step", [False, True])
+def test_global_random_stream_differs_by_rank_in_steps_only(in_step):
     def draw():
         keras.utils.set_random_seed(9)
-        return np.array(keras.random.normal((5,))).tolist()
+        with keras_hpc.step(samples=1) if in_step else contextlib.nullcontext():
+            return np.array(keras.random.normal((5,))).tolist()
 
     first, second = draw(), draw()
     drawn = everyone(second)
-    assert len(set(map(tuple, drawn))) == job().size
+    assert len(set(map(tuple, drawn))) == (job().size if in_step else 1)
     if hasattr(keras.src.random.seed_generator, "GLOBAL_SEED_GENERATOR"):  # newer Keras resets it with the seed
         assert first == second
         with keras_hpc.local():
-            assert draw() == second
+            assert in_step or draw() == second
+
+
+def test_scripts_draw_the_same_on_all_ranks():
+    keras.layers.Dense(3).build((None, 6))  # draws from Python's own generator
+    drawn = [random.random(), np.random.normal(), keras.initializers.GlorotUniform()((4, 4))]
+    texts = [np.array(keras.ops.convert_to_numpy(x)).tolist() for x in drawn]
+    assert all(other == texts for other in everyone(texts))
 
 
 @pytest.mark.skipif(keras.backend.backend() != "torch", reason="the others have no stream besides Keras'")
-def test_dropout_without_a_seed_differs_by_rank_and_is_reproducible():
+@pytest.mark.parametrize("in_step", [False, True])
+def test_dropout_without_a_seed_differs_by_rank_in_steps_only(in_step):
     def draw():
         keras.utils.set_random_seed(9)
         model = compiled(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]))
         model.fit(*data(), epochs=1, verbose=0)
-        return np.array(keras.ops.convert_to_numpy(keras.layers.Dropout(0.5)(np.ones((1, 64)), training=True))).tolist()
+        with keras_hpc.step(samples=1) if in_step else contextlib.nullcontext():
+            dropped = keras.layers.Dropout(0.5)(np.ones((1, 64)), training=True)
+        return np.array(keras.ops.convert_to_numpy(dropped)).tolist()
 
-    first, second = draw(), draw()
-    assert first == second
-    assert len({str(drawn) for drawn in everyone(second)}) == job().size
+    if not in_step:
+        assert len({str(drawn) for drawn in everyone(draw())}) == 1
+        return
+    draw()
+    assert len({str(drawn) for drawn in everyone(draw())}) == job().size
 
 
 def normalized():
@@ -205,15 +223,59 @@ def test_restored_epoch_and_weights_reach_all(folder):
 
 def test_files_are_written_by_rank_0_only(folder):
     made = []
+    best = Path(f"{folder}/best{job().rank}.keras")
+    csv = Path(f"{folder}/log{job().rank}.csv")
 
     class Checkpoint(keras.callbacks.ModelCheckpoint):
         def on_epoch_end(self, epoch, logs=None):
             made.append(epoch)
             super().on_epoch_end(epoch, logs)
+            self.model.optimizer.learning_rate = 0.01
 
-    csv = keras.callbacks.CSVLogger(f"{folder}/log.csv")
-    train(compiled(dense()), epochs=2, callbacks=[Checkpoint(f"{folder}/best.keras", monitor="loss"), csv])
-    assert made == ([0, 1] if job().rank == 0 else [])
+    class Log(keras.callbacks.CSVLogger):
+        pass
+
+    model = compiled(dense())
+    train(model, epochs=2, callbacks=[Checkpoint(str(best), monitor="loss"), Log(str(csv))])
+    assert made == [0, 1], "what the user has made of it runs everywhere"
+    assert best.exists() == csv.exists() == (job().rank == 0)
+    keras_hpc.check_replicas(model)
+
+
+def test_reporters_run_on_rank_0_only():
+    seen = []
+
+    class Reporter(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(type(self).__module__)
+
+    kinds = [type("TqdmCallback", (Reporter,), {"__module__": f"{package}.keras"}) for package in ("tqdm", "wandb")]
+    own = type("Own", (Reporter,), {"__module__": "script"})
+    only = keras_hpc.callbacks.RootOnly(type("Plot", (Reporter,), {"__module__": "plot"})())
+    train(compiled(dense()), callbacks=[*(kind() for kind in kinds), own(), only])
+    assert seen == (["tqdm.keras", "wandb.keras", "script", "plot"] if job().rank == 0 else ["script"])
+
+
+def test_a_model_that_all_ranks_save_is_whole_and_there(folder):
+    model = compiled(dense())
+    train(model)
+    for _ in range(5):
+        model.save(f"{folder}/all.keras")
+        assert_close(values(keras.models.load_model(f"{folder}/all.keras")), values(model), 0)
+        model.save_weights(f"{folder}/all.weights.h5")
+        model.load_weights(f"{folder}/all.weights.h5")
+        keras.saving.save_model(model, f"{folder}/other.keras")
+        keras.models.load_model(f"{folder}/other.keras")
+    keras_hpc.barrier()
+    written = {path.name for path in Path(folder).iterdir() if path.suffix in (".keras", ".h5")}
+    assert written == {"all.keras", "all.weights.h5", "other.keras"}, "nothing half-written is left"
+
+
+def test_a_model_that_cannot_be_saved_is_an_error_on_all_ranks(folder):
+    model = compiled(dense())
+    model.build((None, 6))
+    with pytest.raises(OSError, match="No such file"):
+        model.save(f"{folder}/no-such-folder/model.keras")
 
 
 def test_checkpoint_within_an_epoch_does_not_hang(folder):

@@ -22,6 +22,8 @@ from keras_hpc.keras_hooks import delayed, seeds, variables
 
 # Kinds of what a rank has of its own.
 _RANDOM, _SEED, _METRIC, _STATE = "random", "seed", "metric", "state"
+# This rank's streams of random numbers inside of steps, with the names under which they are saved.
+_STREAMS = {"torch": "torch of steps", "torch outside": "torch when they began"}
 _DIGEST_BYTES = 32
 
 
@@ -223,21 +225,23 @@ def _random_states() -> dict[str, np.ndarray]:
     if keras.backend.backend() == "torch":
         import torch
 
-        if "torch" in current.job().streams:
-            states["torch of steps"] = current.job().streams["torch"].numpy().copy()
+        for own in sorted(current.job().streams.keys() & _STREAMS.keys()):
+            states[_STREAMS[own]] = current.job().streams[own].numpy().copy()
         if torch.cuda.is_available():
             states["torch.cuda"] = torch.cuda.get_rng_state().numpy()
     return states
 
 
 def _set_random(name: str, value: np.ndarray) -> None:
-    if name in ("torch of steps", "torch.cuda"):
+    if name == "torch.cuda":
         import torch
 
-        if name == "torch.cuda":
-            torch.cuda.set_rng_state(torch.from_numpy(value.copy()))
-        else:
-            current.job().streams["torch"] = torch.from_numpy(value.copy())
+        torch.cuda.set_rng_state(torch.from_numpy(value.copy()))
+    elif name in _STREAMS.values():
+        import torch
+
+        (own,) = (key for key, saved in _STREAMS.items() if saved == name)
+        current.job().streams[own] = torch.from_numpy(value.copy())
     else:
         seeds.set_host_state(name, value)
 
