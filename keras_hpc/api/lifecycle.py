@@ -170,7 +170,12 @@ def finalize() -> None:
         job.at_end.callback(keras_hooks.say_what_is_left)
 
 
-atexit.register(finalize)
+@atexit.register
+def _at_exit() -> None:
+    parent = current.of_parent()
+    if parent is not None and parent.comm is not None:
+        exit.leave_child(parent)
+    finalize()
 
 
 def _close_team(job: current.Job, index: int) -> None:

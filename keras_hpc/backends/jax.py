@@ -13,6 +13,7 @@ import numpy as np
 from jax._src import xla_bridge  # the only way to ask whether JAX has started
 
 from keras_hpc.backends import library_path
+from keras_hpc.job import current
 
 # Without one, `done` would block one of the few threads that XLA computes with.
 NEEDS_THREAD = True
@@ -191,4 +192,5 @@ def _call(
 
 def check_when_run(check: Callable[[], None]) -> None:
     """Calls `check` whenever the function that is being traced runs; what it raises ends that run."""
+    current.before_leaving_local(jax.effects_barrier)
     jax.debug.callback(check, ordered=False)

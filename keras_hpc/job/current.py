@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from keras_hpc.errors import NotInitializedError
@@ -16,6 +16,9 @@ from keras_hpc.job.model_state import Known
 from keras_hpc.job.team import Team
 
 _local = threading.local()
+_counting = threading.Lock()
+_in_local = 0  # how many `local()` have begun and are not over, in all threads
+_before_leaving: set[Callable[[], object]] = set()
 _job: Job | None = None
 # Of a forked child: kept, because to free it would close what the parent uses.
 _of_parent: Job | None = None
@@ -95,6 +98,11 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
+def of_parent() -> Job | None:
+    """Returns the job of the process that forked this one; None in a process that is a rank itself, or has no job."""
+    return _of_parent
+
+
 def job() -> Job:
     """Returns the job.
 
@@ -150,16 +158,33 @@ def local() -> Iterator[None]:
         history = probe.fit(x, y)  # not collective
     ```
     """
+    global _in_local
     _local.depth = getattr(_local, "depth", 0) + 1
+    with _counting:
+        _in_local += 1
     try:
         yield
+        for wait in list(_before_leaving):
+            wait()
     finally:
         _local.depth -= 1
+        with _counting:
+            _in_local -= 1
 
 
 def is_local() -> bool:
     """Returns whether this thread is inside `local()`."""
     return getattr(_local, "depth", 0) > 0
+
+
+def anyone_is_local() -> bool:
+    """Returns whether some thread is inside `local()`: a framework may call back from a thread of its own."""
+    return _in_local > 0
+
+
+def before_leaving_local(wait: Callable[[], object]) -> None:
+    """Calls `wait` at the end of each `local()`: a framework may run later what was called inside."""
+    _before_leaving.add(wait)
 
 
 def active() -> bool:

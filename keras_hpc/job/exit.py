@@ -60,13 +60,15 @@ class Guard:
 
         def excepthook(kind: type[BaseException], value: BaseException, trace: types.TracebackType | None) -> None:
             previous_hook(kind, value, trace)
-            if os.getpid() == self._process:  # a forked child is no rank
+            if os.getpid() != self._process:  # a forked child is no rank
+                self.exit_code = 1
+            else:
                 text = " ".join(str(value).split())[:_REASON_CHARACTERS]
                 self.abort(1, f"uncaught {kind.__name__}: {text}")
 
         def exit_(code: Any = None) -> None:
             error = SystemExit(code)
-            if threading.current_thread() is threading.main_thread() and os.getpid() == self._process:
+            if threading.current_thread() is threading.main_thread():
                 self._note(error, 0 if code is None else code if isinstance(code, int) else 1)
             raise error
 
@@ -109,6 +111,17 @@ class Guard:
         wait_for_readers()
         if not MPI.Is_finalized():
             self._comm.Abort(code)
+
+
+def leave_child(job: Job) -> None:
+    """Ends a forked child of a rank. It must not end MPI, as mpi4py does at the end of a process: it is the parent's.
+
+    Args:
+        job: of the parent.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(job.guard.exit_code)
 
 
 def leave(job: Job) -> None:

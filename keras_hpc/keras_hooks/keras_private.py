@@ -101,6 +101,7 @@ _DATA = (
     f"{_ADAPTERS}.array_slicing:TensorflowSparseWrapper",
     f"{_ADAPTERS}.data_adapter_utils:get_torch_dataloader",
     f"{_ADAPTERS}.data_adapter_utils:is_tensorflow_sparse",
+    f"{_ADAPTERS}.generator_data_adapter:GeneratorDataAdapter",
     f"{_ADAPTERS}.py_dataset_adapter:OrderedEnqueuer",
     f"{_ADAPTERS}.py_dataset_adapter:PyDatasetAdapter._get_iterator",
     f"{_ADAPTERS}.py_dataset_adapter:PyDatasetAdapter._standardize_batch",
@@ -111,6 +112,7 @@ _DATA = (
 # Attributes that Keras sets on instances, as "module:class" and the names that its `__init__` must mention.
 _DATA_ATTRIBUTES = {
     f"{_ADAPTERS}.array_data_adapter:ArrayDataAdapter": ("_inputs",),
+    f"{_ADAPTERS}.generator_data_adapter:GeneratorDataAdapter": ("generator",),
     f"{_ADAPTERS}.py_dataset_adapter:PyDatasetAdapter": ("enqueuer", "py_dataset"),
     f"{_ADAPTERS}.torch_data_loader_adapter:TorchDataLoaderAdapter": ("_dataloader", "_num_batches"),
 }

@@ -323,7 +323,7 @@ def _guard_trace(optimizer: Any, gradients: Any) -> None:
 
 
 def _refuse_outside_of_local() -> None:
-    if not current.is_local() and current.is_initialized() and _applying.optimizer is None:
+    if current.is_initialized() and not current.anyone_is_local():
         raise RuntimeError(
             "A training step that was traced inside keras_hpc.local() runs outside of it. It would not average "
             "gradients. Trace it outside first, or make another tf.function or jax.jit of it for local()."

@@ -118,8 +118,9 @@ def _open(shard: Shard, team: Team, arguments: dict[str, Any]) -> Any:
     open_batches = _batches_of(shard, team, x, given["class_weight"], shuffle)
     if open_batches is None:
         return None
-    # Keras' own messages for `y=` beside a data set, class_weight beside a DataLoader and so on.
-    _get_data_adapter(x, **given)
+    if not hasattr(x, "__next__") or any(value is not None for value in given.values()):  # it would read a generator
+        # Keras' own messages for `y=` beside a data set, class_weight beside a DataLoader and so on.
+        _get_data_adapter(x, **given)
     return open_batches()
 
 
