@@ -190,7 +190,12 @@ def _call(
     return results
 
 
-def check_when_run(check: Callable[[], None]) -> None:
-    """Calls `check` whenever the function that is being traced runs; what it raises ends that run."""
+def check_when_run(check: Callable[..., None], *values: Any) -> None:
+    """Calls `check` whenever the function that is being traced runs, or now; what it raises ends that run.
+
+    Args:
+        check: gets arrays.
+        values: arrays.
+    """
     current.before_leaving_local(jax.effects_barrier)
-    jax.debug.callback(check, ordered=False)
+    jax.debug.callback(check, *values, ordered=False)

@@ -183,11 +183,16 @@ def _checked(x: Any, spec: Any) -> tf.Tensor:
     return x
 
 
-def check_when_run(check: Callable[[], None]) -> None:
-    """Calls `check` whenever the function that is being traced runs; what it raises ends that run."""
+def check_when_run(check: Callable[..., None], *values: Any) -> None:
+    """Calls `check` whenever the function that is being traced runs, or now; what it raises ends that run.
 
-    def checked() -> np.ndarray:
-        check()
+    Args:
+        check: gets NumPy arrays.
+        values: tensors.
+    """
+
+    def checked(*arrays: np.ndarray) -> np.ndarray:
+        check(*arrays)
         return np.zeros((), np.int32)
 
-    tf.numpy_function(checked, [], tf.int32)
+    tf.numpy_function(checked, list(values), tf.int32)

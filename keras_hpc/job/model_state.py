@@ -19,6 +19,7 @@ class ModelState:
         statistics_moved: grows with every model that trains on each rank's own data; 0: its statistics are averaged.
         step_modes: how the step functions that it holds were made.
         jit_compile: what the user has set, where it had to be changed; None: it was not.
+        added_sums: which of the losses that its layers add are sums over samples, by their number in a step.
         early_start: its hooks that start reductions in backward (PyTorch).
         steps: how many training steps it made, for `check_replicas_every`.
     """
@@ -27,6 +28,7 @@ class ModelState:
     statistics_moved: int = 0
     step_modes: dict[str, Any] = dataclasses.field(default_factory=dict)
     jit_compile: Any = None
+    added_sums: set[int] = dataclasses.field(default_factory=set)
     early_start: Any = None
     steps: int = 0
 

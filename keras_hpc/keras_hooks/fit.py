@@ -312,7 +312,7 @@ def _first_step(model: Any, kind: str, function: Method) -> Method:
             building.build(owner, args[-1].element_spec)
             if kind == "train":
                 building.trace(owner, owner.train_step, args[-1].element_spec)
-            replicas.synchronize(owner)
+            _synchronize(owner, running.call())
         with trace.step(f"{owner.name} {kind}"):
             results = function(*args)
         if kind == "train":
@@ -390,7 +390,14 @@ def _begin_together(call: running.Call, callbacks: Any) -> None:
         if keras.backend.backend() == "torch" and not replicas.differ_in_kind(model):
             replicas.synchronize(model)
     else:
-        replicas.synchronize(model)
+        _synchronize(model, call)
+
+
+def _synchronize(model: Any, call: running.Call | None) -> None:
+    """Give all ranks the root's variables of a model that is built. Collective."""
+    replicas.synchronize(model)
+    if call is not None and call.kind == "fit" and current.job().batch == "global" and current.job().size > 1:
+        losses.find_sums(model, call.adapter)
 
 
 def _check_all_have_a_checkpoint(call: running.Call) -> None:

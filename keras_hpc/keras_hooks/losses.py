@@ -7,6 +7,10 @@ unmasked values. One rank would compute sum(S_r) / sum(d_r); rank r has S_r / d_
 is multiplied by (d_r / sum(d_r)) (sum(n_r) / n_r), without the d for `"sum"`. That costs an exchange of two numbers, in
 these cases only.
 
+A function that returns one number for a whole batch does not say whether that is a mean or a sum. With
+`init(batch="global")` it is asked: of the same samples twice a mean stays and a sum doubles; anything else is no loss
+that several ranks could add up, and refused. What `add_loss` got is asked in the same way, once, before training.
+
 The loss of each of several outputs is logged as a mean over samples, or, where TensorFlow does not know the batch size
 when it traces, over steps; then each rank adds its part n_r / sum(n_r) of a step.
 """
@@ -14,14 +18,20 @@ when it traces, over steps; then each rank adds its part n_r / sum(n_r) of a ste
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any, TypeGuard
 
 import keras
+import numpy as np
 
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.keras_hooks import keras_private, running
+from keras_hpc.keras_hooks import keras_private, running, variables
+
+_TOLERANCE = 0.02  # of a ratio that is 1 or 2 but for rounding
+_NOISY = 0.3  # where layers draw random numbers
+_ASKED_ROWS = 8
 
 
 def install(job: Any, patcher: Any) -> None:
@@ -38,8 +48,10 @@ def install(job: Any, patcher: Any) -> None:
         ) -> Any:
             loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
             step = running.step()
-            if not _exchanges(step) or len(values.shape) == 0:
+            if not _exchanges(step):
                 return loss
+            if len(values.shape) == 0:
+                return loss if _asked.loss is None else _scaled_if_sum(step, loss, *_asked.loss)
             divisor = _divisor(loss.dtype, sample_weight, mask, reduction)
             return loss if divisor is None else loss * keras.ops.cast(_share(step, divisor), loss.dtype)
 
@@ -55,21 +67,128 @@ def install(job: Any, patcher: Any) -> None:
 
         return update_state
 
+    def remember(original: Any) -> Any:
+        @functools.wraps(original)
+        def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            before, _asked.loss = _asked.loss, (self, y_true, y_pred) if job.batch == "global" else None
+            try:
+                return original(self, y_true, y_pred, sample_weight=sample_weight)
+            finally:
+                _asked.loss = before
+
+        return __call__
+
     def add_up(original: Any) -> Any:
         @functools.wraps(original)
         def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
             total = original(self, loss)
             step = running.step()
-            if not _exchanges(step) or len(loss.shape) == 0:
+            if not _exchanges(step):
                 return total
-            return total * keras.ops.cast(_share(step, 1.0), total.dtype)  # a loss of each sample, which Keras adds up
+            number = step.next_use("additional losses")
+            sums = current.job().known.model(self).added_sums
+            if len(loss.shape) == 0 and number not in sums:
+                return total
+            return total * keras.ops.cast(_share(step, 1.0), total.dtype)  # losses of samples, added up
 
         return _aggregate_additional_loss
 
     trainer = keras_private.get("keras.src.trainers.trainer:Trainer")
     patcher.patch(trainer, "_aggregate_additional_loss", add_up)
+    patcher.patch(keras.losses.Loss, "__call__", remember)
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        patcher.patch(tf.GradientTape, "gradient", _scaling_vectors)
     patcher.patch(keras_private.module("keras.src.losses.loss"), "reduce_weighted_values", weigh)
     patcher.patch(keras.metrics.Mean, "update_state", divide_step)
+
+
+class _Asked(threading.local):
+    loss: Any = None  # the loss that is being computed, with its arguments; None: nobody needs to know
+
+
+_asked = _Asked()
+
+
+def _scaled_if_sum(step: running.Step, value: Any, loss: Any, y_true: Any, y_pred: Any) -> Any:
+    """Returns the loss of a batch, multiplied so that sums of several ranks add up if it is a sum over samples."""
+    twice = keras.tree.map_structure(
+        lambda x: keras.ops.concatenate([keras.ops.convert_to_tensor(x, dtype=loss.dtype)] * 2), (y_true, y_pred)
+    )
+    asked = keras.ops.stop_gradient(keras.ops.cast(loss.call(*twice), value.dtype))
+    own = keras.ops.stop_gradient(value)
+    ratio = keras.ops.where(own == 0, 1.0, asked / keras.ops.where(own == 0, 1.0, own))
+    ratio = keras.ops.where(keras.ops.cast(step.count, "float32") > 0, ratio, 1.0)
+    backends.current().check_when_run(functools.partial(_check_ratio, f"The loss `{loss.name}`"), ratio)
+    return value * keras.ops.where(ratio > 1.5, keras.ops.cast(_share(step, 1.0), value.dtype), 1.0)
+
+
+def _check_ratio(what: str, ratio: Any) -> None:
+    if np.isfinite(ratio) and abs(ratio - 1) > _TOLERANCE and abs(ratio - 2) > _TOLERANCE:
+        raise ValueError(
+            f"{what} is neither a mean nor a sum over samples, so ranks cannot compute what one rank computes. With "
+            'init(batch="global"), return a loss for each sample, of shape (batch,), or use batch="local". Received: '
+            f"a loss that is {float(ratio):.3g} times as large for the same samples twice"
+        )
+
+
+def find_sums(model: Any, adapter: Any) -> None:
+    """Finds out which of the numbers that layers give to `add_loss` are sums over samples. Without communication.
+
+    Args:
+        model: a model that is built.
+        adapter: of its data.
+
+    Raises:
+        ValueError: a number is neither a sum nor a mean, or nobody can know, as the model has no known inputs.
+    """
+    state = current.job().known.model(model)
+    state.added_sums = set()
+    if not any("add_loss" in keras_private.names_in(type(layer).call) for layer in model._flatten_layers()):
+        return
+    rows = adapter.rows(_ASKED_ROWS) if hasattr(adapter, "rows") else None
+    if rows is None:
+        current.notice(
+            f"model `{model.name}`: what its layers give to add_loss() is taken as means over samples, unless it is a "
+            "loss for each sample"
+        )
+        return
+    found = []
+    for x in (rows, keras.tree.map_structure(lambda a: np.concatenate([a, a]), rows)):
+        values = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
+        with current.local():
+            *_, losses = model.stateless_call(*values, x, training=True, return_losses=True)
+        found.append(losses)
+    for number, (once, twice) in enumerate(zip(*found, strict=True)):
+        if len(once.shape) > 0 or float(once) == 0:
+            continue
+        ratio = float(twice) / float(once)
+        tolerance = _NOISY if variables.seed_generators(model) else _TOLERANCE
+        if abs(ratio - 1) > tolerance and abs(ratio - 2) > tolerance:
+            _check_ratio(f"What a layer of model `{model.name}` gives to add_loss()", ratio)
+        if ratio > 1.5:
+            state.added_sums.add(number)
+
+
+def _scaling_vectors(original: Any) -> Any:
+    """The gradient of a loss with axes is that of its sum; so ranks must add up, and not average."""
+
+    @functools.wraps(original)
+    def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, target, sources, *args, **kwargs)
+        step = running.step()
+        axes = getattr(getattr(target, "shape", None), "rank", 0)
+        if not axes or not _exchanges(step) or not all(map(_is_variable, keras.tree.flatten(sources))):
+            return found
+        share = _share(step, 1.0)
+        return keras.tree.map_structure(lambda g: None if g is None else g * keras.ops.cast(share, g.dtype), found)
+
+    return gradient
+
+
+def _is_variable(source: Any) -> bool:
+    return hasattr(source, "assign")
 
 
 def check_exact(model: Any) -> None:
