@@ -20,6 +20,7 @@ def test_doctor(ranks, backend, run_ranks, tmp_path):
     text = run_ranks(ranks, args, backend=backend, mpi=ranks > 1).output
     for word in ("Python", "Keras", backend, "mpi4py", "MPICH", "MPI_THREAD_MULTIPLE", "libkeras_hpc.so", "correct"):
         assert word in text, text
+    assert re.search(r"^  MPI network +ucx, the first of what this MPICH has: ucx, ofi$", text, re.M), text
     assert text.count("installation\n") == 1, "only rank 0 reports"
     assert len(re.findall(r"^  \d +\d +\d +\S+  [\d,-]+$", text, re.M)) == ranks, text
     copies = float(re.search(r"\(([\d.]+) copies of the gradients", text)[1])

@@ -15,6 +15,7 @@ import numpy as np
 
 from keras_hpc import _native
 from keras_hpc.errors import LaunchError, PlanMismatchError
+from keras_hpc.job import mpich_network
 
 T = TypeVar("T")
 
@@ -111,7 +112,7 @@ def connect(comm: Any) -> World:
         TypeError: `comm` is not a communicator.
     """
     try:
-        from mpi4py import MPI
+        MPI = mpich_network.import_mpi()
     except (ImportError, RuntimeError) as error:
         started = ranks_started()
         if comm is None and not started:

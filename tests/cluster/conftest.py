@@ -15,9 +15,6 @@ from launch import child_environment, launch
 FOLDER = Path(__file__).parent
 SYSTEM = Path("/usr/lib/x86_64-linux-gnu")
 CANNOT = 77  # with_slurm.py where a machine cannot do it
-# MPICH 5.0 over UCX introduces itself in lines longer than Slurm's pmi2 reads, so that MPI_Init fails or hangs: see
-# docs/clusters.md.
-SHORT_ADDRESSES = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ def slurm(tmp_path):
     def run(hosts, command, *, status=0, timeout=240, python=sys.executable, env=None, must_end=True):
         path = {"PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"}
         words = [sys.executable, str(FOLDER / "with_slurm.py"), str(hosts), "bash", "-c", command]
-        everything = child_environment("jax", path | SHORT_ADDRESSES | (env or {}))
+        everything = child_environment("jax", path | (env or {}))
         done = launch(1, words, timeout=timeout, env=everything, cwd=tmp_path, mpi=False)
         if done.returncode == CANNOT:
             pytest.skip(done.output.strip())

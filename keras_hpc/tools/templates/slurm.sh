@@ -25,9 +25,6 @@ export OMP_NUM_THREADS=$((cores > 1 ? cores - 1 : 1))
 # A rank that fails ends the job, instead of leaving the others to wait for it.
 export SLURM_KILL_BAD_EXIT=1
 
-# MPICH 5.0 from pip: Slurm's pmi2 may not be able to read its UCX addresses ("value not properly terminated"). Then:
-# export MPIR_CVAR_CH4_NETMOD=ofi
-
 # What the ranks leave in the folder of their Checkpoint if they saved because of a signal.
 interrupted=checkpoints/run/interrupted
 rm -f "$interrupted"
