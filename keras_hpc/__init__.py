@@ -12,7 +12,8 @@ if _util.find_spec("keras_hpc._native") is None:
         f"root unless you installed with `pip install -e`. Received: keras_hpc from {__path__[0]}"
     )
 
-from keras_hpc.api.collectives import allgather, allreduce, average, barrier, broadcast, check_replicas, empty
+from keras_hpc.api.collectives import allreduce, average, barrier, check_replicas, empty, reduce_scatter
+from keras_hpc.api.exchange import allgather, allgather_object, alltoall, broadcast, broadcast_object
 from keras_hpc.api.lifecycle import finalize, init
 from keras_hpc.api.teams import configure_team, drain
 from keras_hpc.errors import (
@@ -45,11 +46,14 @@ __all__ = [
     "PlanMismatchError",
     "ReplicaMismatchError",
     "allgather",
+    "allgather_object",
     "allreduce",
+    "alltoall",
     "assign_team",
     "average",
     "barrier",
     "broadcast",
+    "broadcast_object",
     "callbacks",
     "check_replicas",
     "configure_team",
@@ -65,6 +69,7 @@ __all__ = [
     "node_count",
     "optimizers",
     "rank",
+    "reduce_scatter",
     "schedules",
     "size",
 ]

@@ -4,6 +4,8 @@
 #include <functional>
 #include <map>
 #include <numeric>
+#include <utility>
+#include <vector>
 
 #include "common/error.hpp"
 #include "common/index.hpp"
@@ -41,8 +43,11 @@ namespace {
 
 // For each different text, which ranks have it: "'a' on rank 0; 'b' on rank 1, 2".
 std::string who_has_what(const std::map<std::string, std::vector<int>>& ranks_of) {
+  std::vector<std::pair<std::vector<int>, std::string>> by_rank;
+  for (const auto& [item, ranks] : ranks_of) by_rank.emplace_back(ranks, item);
+  std::sort(by_rank.begin(), by_rank.end());
   std::string text;
-  for (const auto& [item, ranks] : ranks_of) text += (text.empty() ? "" : "; ") + item + " on rank " + joined(ranks);
+  for (const auto& [ranks, item] : by_rank) text += (text.empty() ? "" : "; ") + item + " on rank " + joined(ranks);
   return text;
 }
 

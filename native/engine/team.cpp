@@ -336,7 +336,7 @@ void Team::allreduce(void* data, int64_t count, DType dtype, Op op, std::optiona
     ++activity_.calls;
     allreduce_->run(data, static_cast<size_t>(count), dtype, op, wire, path, tag_of(what, shape));
   } catch (const Disagreement& e) {  // on all ranks, before any data moved: the team can go on
-    explain("\n" + (what.empty() ? "" : what + ": ") + e.mine + text_of(shape), e);
+    explain("\n" + (what.empty() ? "allreduce" : what) + ": " + e.mine + text_of(shape), e);
   } catch (const std::exception& e) {
     fail(std::current_exception(), e.what());
     throw;
