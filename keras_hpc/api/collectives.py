@@ -137,7 +137,8 @@ def check_replicas(model: Any, team: int = 0) -> None:
 
 def _plain(function: Any) -> Any:
     """Return a function as compilers of code should take it: one that they call and do not look into."""
-    return backends.current().uncompiled(function)
+    backend = backends.current()
+    return backend.uncompiled(function) if backend.code_is_compiled() else function
 
 
 def _allreduce(members: Team, x: Any, op: str, out: np.ndarray | None) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from keras_hpc import backends
+from keras_hpc.job import plan
 
 REDUCIBLE = ("float16", "bfloat16", "float32", "float64", "int32", "int64")  # by the engine itself
 _NARROW = ("int8", "int16", "uint8", "uint16", "uint32", "uint64", "bool")
@@ -118,10 +119,11 @@ def reducible(array: np.ndarray, op: str) -> tuple[np.ndarray, Callable[[np.ndar
     Raises:
         TypeError: unsupported dtype.
     """
-    name, dtype = array.dtype.name, array.dtype
+    dtype = array.dtype
+    name = plan.name_of(dtype)
     if name not in REDUCIBLE and name not in _NARROW:
         raise TypeError(
-            f"Unsupported dtype. Expected one of {', '.join((*REDUCIBLE, *_NARROW))}. Received: {dtype.name}"
+            f"Unsupported dtype. Expected one of {', '.join((*REDUCIBLE, *_NARROW))}. Received: {name}"
         )
     if op == "mean" and dtype.kind in "biu":
         return array.astype(np.float64), lambda result: result

@@ -9,6 +9,7 @@ Every backend is one module with the same functions:
 - `turn`, `repeat`: the same for pipelined plans, and the updates that follow.
 - `allreduce(team, x, op, what)`: reduce one tensor, by a call that needs no plan; its gradient is not known here.
 - `in_program()`: whether a compiled function is being made, in which tensors stand for values of its own.
+- `code_is_compiled()`: whether a compiler reads the code that asks.
 - `uncompiled(function)`: a function that runs as it is where compilers of the framework find it.
 - `differentiable(function, x)`: `function(x)` returns a result and the function that turns its gradient into x's.
 - `wants_gradient(x)`: whether a gradient may be asked of what is computed from a tensor.

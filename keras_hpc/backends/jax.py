@@ -196,8 +196,13 @@ def in_program() -> bool:
     return not core.trace_state_clean()
 
 
+def code_is_compiled() -> bool:
+    """Return False: JAX traces values, not code."""
+    return False
+
+
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function: JAX traces values, not code."""
+    """Return the function as it is."""
     return function
 
 

@@ -182,6 +182,11 @@ def in_program() -> bool:
     return not tf.executing_eagerly()
 
 
+def code_is_compiled() -> bool:
+    """Return whether AutoGraph may rewrite the code that asks."""
+    return in_program()
+
+
 _uncompiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 

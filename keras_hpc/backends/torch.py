@@ -229,6 +229,11 @@ def in_program() -> bool:
     return False
 
 
+def code_is_compiled() -> bool:
+    """Return whether `torch.compile` reads the code that asks."""
+    return bool(torch.compiler.is_compiling())
+
+
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that runs as it is where `torch.compile` compiles its caller."""
     wrapped: Callable[..., Any] = torch.compiler.disable(function)

@@ -14,7 +14,7 @@ import numpy as np
 from keras_hpc import _native
 from keras_hpc.job import objects, tuning_cache
 from keras_hpc.job.launch import World
-from keras_hpc.job.plan import Plan, TensorSpec, bytes_of
+from keras_hpc.job.plan import Plan, TensorSpec, bytes_of, name_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Team:
             PlanMismatchError: ranks make other calls, or with other shapes, dtypes or operations.
         """
         self._settle()
-        self.native.allreduce(bytes_of(array), array.dtype.name, op, what=what, shape=array.shape)
+        self.native.allreduce(bytes_of(array), name_of(array.dtype), op, what=what, shape=array.shape)
 
     def broadcast(self, array: np.ndarray, root: int = 0, what: str = "broadcast") -> None:
         """Copy the root's array to all ranks, in place. Collective.
