@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +36,10 @@ def empty(shape: int | tuple[int, ...], dtype: Any = "float32", team: int = 0) -
     """
     members = team_number(team)
     with members.telling("keras_hpc.empty"):
-        shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+        shape = (shape,) if isinstance(shape, (int, np.integer)) else shape
+        shape = tuple(operator.index(length) for length in shape)
+        if min(shape, default=0) < 0:
+            raise ValueError(f"`shape` is a shape. Expected no negative numbers. Received: shape={shape}")
         kind = np.dtype(dtype)
     members.agree("The shapes and dtypes for keras_hpc.empty", [f"{shape} {kind}"])
     count = math.prod(shape)
@@ -309,21 +313,17 @@ def _differentiable(members: Team, x: Any, op: str, what: str) -> Any:
     def again(gradient: Any, op: str) -> Any:
         return _reduce_tensor(members, gradient, op, f"the gradient of {what or _ALLREDUCE}")
 
-    def reduced(x: Any) -> Any:
-        y = _call(members, x, op, what)
+    def gradient(upstream: Any, kept: Any) -> Any:
+        upstream = ops.convert_to_tensor(upstream)
+        if op in ("sum", "mean"):
+            return again(upstream, op)
+        if op == "product":
+            raise TypeError(
+                "keras_hpc.allreduce has no gradient of a product. Expected op='mean', 'sum', 'min' or 'max', or "
+                "keras.ops.stop_gradient around it. Received: op='product'"
+            )
+        x, y = kept
+        mine = ops.cast(ops.equal(x, y), x.dtype)
+        return again(upstream, "sum") * mine / ops.maximum(again(mine, "sum"), 1)
 
-        def gradient(upstream: Any) -> Any:
-            upstream = ops.convert_to_tensor(upstream)
-            if op in ("sum", "mean"):
-                return again(upstream, op)
-            if op == "product":
-                raise TypeError(
-                    "keras_hpc.allreduce has no gradient of a product. Expected op='mean', 'sum', 'min' or 'max', or "
-                    "keras.ops.stop_gradient around it. Received: op='product'"
-                )
-            mine = ops.cast(ops.equal(x, y), x.dtype)
-            return again(upstream, "sum") * mine / ops.maximum(again(mine, "sum"), 1)
-
-        return y, gradient
-
-    return backends.current().differentiable(reduced, x)
+    return backends.current().differentiable(lambda x: _call(members, x, op, what), gradient, op in ("min", "max"), x)

@@ -122,9 +122,7 @@ def reducible(array: np.ndarray, op: str) -> tuple[np.ndarray, Callable[[np.ndar
     dtype = array.dtype
     name = plan.name_of(dtype)
     if name not in REDUCIBLE and name not in _NARROW:
-        raise TypeError(
-            f"Unsupported dtype. Expected one of {', '.join((*REDUCIBLE, *_NARROW))}. Received: {name}"
-        )
+        raise TypeError(f"Unsupported dtype. Expected one of {', '.join((*REDUCIBLE, *_NARROW))}. Received: {name}")
     if op == "mean" and dtype.kind in "biu":
         return array.astype(np.float64), lambda result: result
     if name in REDUCIBLE:

@@ -11,7 +11,7 @@ Every backend is one module with the same functions:
 - `in_program()`: whether a compiled function is being made, in which tensors stand for values of its own.
 - `code_is_compiled()`: whether a compiler reads the code that asks.
 - `uncompiled(function)`: a function that runs as it is where compilers of the framework find it.
-- `differentiable(function, x)`: `function(x)` returns a result and the function that turns its gradient into x's.
+- `differentiable(reduced, gradient, keeps, x)`: `reduced(x)`, with that gradient.
 - `wants_gradient(x)`: whether a gradient may be asked of what is computed from a tensor.
 - `from_numpy(array, like)`: a tensor, where `like` is.
 - `is_traced(x)`: whether `x` stands for a value that a compiled function will compute.

@@ -206,10 +206,25 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def differentiable(function: Callable[[Any], Any], x: Any) -> jax.Array:
-    """Return the result of `function(x)`, which has the gradient that the function returns beside it."""
-    result: jax.Array = jax.custom_gradient(function)(x)
-    return result
+def differentiable(
+    reduced: Callable[[Any], Any], gradient: Callable[[Any, Any], Any], keeps: bool, x: Any
+) -> jax.Array:
+    """Return `reduced(x)`, with a gradient: `gradient(upstream, values)`, where `values` are x and the result.
+
+    Only if `keeps`, else None.
+    """
+
+    @jax.custom_vjp  # type: ignore[untyped-decorator]
+    def result(x: Any) -> Any:
+        return reduced(x)
+
+    def forward(x: Any) -> Any:
+        y = result(x)
+        return y, (x, y) if keeps else None
+
+    result.defvjp(forward, lambda values, upstream: (gradient(upstream, values),))
+    y: jax.Array = result(x)
+    return y
 
 
 def wants_gradient(x: Any) -> bool:

@@ -197,12 +197,23 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return _uncompiled[function]
 
 
-def differentiable(function: Callable[[Any], Any], x: Any) -> tf.Tensor:
-    """Return the result of `function(x)`, which has the gradient that the function returns beside it."""
+def differentiable(
+    reduced: Callable[[Any], Any], gradient: Callable[[Any, Any], Any], keeps: bool, x: Any
+) -> tf.Tensor:
+    """Return `reduced(x)`, with a gradient: `gradient(upstream, values)`, where `values` are x and the result.
+
+    Only if `keeps`, else None.
+    """
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def result(x: Any) -> Any:
+        y = reduced(x)
+        return y, lambda upstream: gradient(upstream, (x, y) if keeps else None)
+
     # A variable is read before, where its tape sees it: `custom_gradient` would ask for a gradient of its own for it.
-    x = tf.convert_to_tensor(x)
-    result: tf.Tensor = tf.custom_gradient(tf.autograph.experimental.do_not_convert(function))(x)
-    return result
+    y: tf.Tensor = result(tf.convert_to_tensor(x))
+    return y
 
 
 def wants_gradient(x: Any) -> bool:

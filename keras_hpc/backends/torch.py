@@ -242,20 +242,27 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Differentiable(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, function: Callable[[Any], Any], x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor
-        result, ctx.gradient = function(x)
-        return result
+    def forward(ctx: Any, reduced: Callable[[Any], Any], gradient: Any, keeps: bool, x: torch.Tensor) -> torch.Tensor:
+        ctx.gradient = gradient
+        y: torch.Tensor = reduced(x)
+        if keeps:
+            ctx.save_for_backward(x, y)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, ctx.gradient(*upstream)
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[None, None, None, torch.Tensor]:
+        return None, None, None, ctx.gradient(*upstream, ctx.saved_tensors or None)
 
 
-def differentiable(function: Callable[[Any], Any], x: Any) -> torch.Tensor:
-    """Return the result of `function(x)`, which has the gradient that the function returns beside it."""
-    result: torch.Tensor = _Differentiable.apply(function, x)
-    return result
+def differentiable(
+    reduced: Callable[[Any], Any], gradient: Callable[[Any, Any], Any], keeps: bool, x: Any
+) -> torch.Tensor:
+    """Return `reduced(x)`, with a gradient: `gradient(upstream, values)`, where `values` are x and the result.
+
+    Only if `keeps`, else None.
+    """
+    y: torch.Tensor = _Differentiable.apply(reduced, gradient, keeps, x)
+    return y
 
 
 def wants_gradient(x: Any) -> bool:
