@@ -156,13 +156,13 @@ for _kind in ("ordered", "lowerable", "control_flow_allowed", "custom_derivative
 
 _allreduce_p = jax.extend.core.Primitive("keras_hpc_allreduce")
 _allreduce_p.def_impl(functools.partial(dispatch.apply_primitive, _allreduce_p))
-_allreduce_p.def_effectful_abstract_eval(lambda x, **_: (jax.core.ShapedArray(x.shape, x.dtype), {_ORDER}))
+_allreduce_p.def_effectful_abstract_eval(lambda x, **_: (core.ShapedArray(x.shape, x.dtype), {_ORDER}))
 # Each element is reduced by itself, so an axis more is an axis more.
 batching.primitive_batchers[_allreduce_p] = lambda xs, axes, **options: (_allreduce_p.bind(*xs, **options), axes[0])
 
 
 def _lower(ctx: Any, x: Any, *, team: int, op: str, what: str) -> Any:
-    avals = [ctx.avals_in[0], jax.core.abstract_token]
+    avals = [ctx.avals_in[0], core.abstract_token]
     rule = jax.ffi.ffi_lowering(_ALLREDUCE, has_side_effect=True, operand_output_aliases={0: 0})
     token = ctx.tokens_in.get(_ORDER)
     y, token = rule(ctx.replace(avals_in=avals, avals_out=avals), x, token, team=np.int32(team), op=op, what=what)
