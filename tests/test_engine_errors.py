@@ -93,3 +93,37 @@ def test_a_collective_that_a_rank_never_joins_is_an_error_soon():
                 team.barrier()
 
     run([0, 0], work, timeout=30)
+
+
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 1], [0, 0, 1], [0, 1, 0, 1, 1], list(range(9))], ids=str)
+def test_ranks_in_different_calls_are_told_and_go_on(nodes):
+    def work(team, rank):
+        x = np.ones(6, np.float32)
+        calls = {
+            "'barrier'": team.barrier,
+            r"'allreduce: sum of 6 x float32, shape \(2, 3\)'": lambda: team.allreduce(
+                as_bytes(x), "float32", "sum", shape=(2, 3)
+            ),
+            r"'losses: sum of 6 x float32, shape \(2, 3\)'": lambda: team.allreduce(
+                as_bytes(x), "float32", "sum", what="losses", shape=(2, 3)
+            ),
+            r"'allreduce: sum of 6 x float32, shape \(3, 2\)'": lambda: team.allreduce(
+                as_bytes(x), "float32", "sum", shape=(3, 2)
+            ),
+            "'a thing'": lambda: team.agree("", ["a thing"]),
+            "'The things'": lambda: team.agree("The things", ["a", "b"]),
+            r"'The tensors of plan 'p''": lambda: team.plan("p", [("t", "float32", 10)], "sum", False),
+        }
+        for usual in calls:
+            for odd in calls:
+                for odd_rank in {0, len(nodes) - 1}:
+                    if odd == usual:
+                        continue
+                    with pytest.raises(_native.PlanMismatchError) as info:
+                        calls[odd if rank == odd_rank else usual]()
+                    assert info.match(f"{odd} on rank {odd_rank}")
+                    assert info.match(usual)
+        team.allreduce(as_bytes(x), "float32", "product")
+        assert np.all(x == 1)
+
+    run(nodes, work, timeout=30)

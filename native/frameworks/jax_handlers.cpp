@@ -279,7 +279,8 @@ void allreduce(CallFrame& call) {
   const int64_t count = std::accumulate(x.dims, x.dims + x.rank, int64_t{1}, std::multiplies<>());
   const char* dtype = name_of(x.dtype);
   const bool small = x.dtype == kF16 || x.dtype == kBF16, large = x.dtype == kF64 || x.dtype == kS64;
-  if (y.data != x.data && count > 0) std::memcpy(y.data, x.data, static_cast<size_t>(count) * (small ? 2 : large ? 8 : 4));
+  if (y.data != x.data && count > 0)
+    std::memcpy(y.data, x.data, static_cast<size_t>(count) * (small ? 2 : large ? 8 : 4));
   check(khpc_allreduce_tensor(attribute(call, "team"), y.data, x.dims, static_cast<int>(x.rank), dtype,
                               text_attribute(call, "op").c_str(), text_attribute(call, "what").c_str()));
 }

@@ -52,8 +52,8 @@ KHPC_API int64_t khpc_plan_nbytes(int plan, int tensor);
 KHPC_API int khpc_allgather_counts(int team, int64_t mine, int64_t* counts);
 KHPC_API int khpc_allgatherv(int team, const void* in, int64_t nbytes, void* out, const int64_t* nbytes_by_rank);
 
-// Collective; blocks. Reduces a buffer in place, as keras_hpc.allreduce does: its shape and `what`, a name of who calls,
-// must be the same on all ranks, too. For `dtype` and `op` see khpc_allreduce.
+// Collective; blocks. Reduces a buffer in place, as keras_hpc.allreduce does: its shape and `what`, a name of who
+// calls, must be the same on all ranks, too. For `dtype` and `op` see khpc_allreduce.
 KHPC_API int khpc_allreduce_tensor(int team, void* data, const int64_t* shape, int rank, const char* dtype,
                                    const char* op, const char* what);
 
