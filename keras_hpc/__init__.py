@@ -12,7 +12,8 @@ if _util.find_spec("keras_hpc._native") is None:
         f"root unless you installed with `pip install -e`. Received: keras_hpc from {__path__[0]}"
     )
 
-from keras_hpc.api.collectives import allgather, allreduce, average, barrier, broadcast, check_replicas, empty
+from keras_hpc.api.collectives import allreduce, average, barrier, check_replicas, empty, reduce_scatter
+from keras_hpc.api.exchange import allgather, allgather_object, alltoall, broadcast, broadcast_object
 from keras_hpc.api.lifecycle import finalize, init
 from keras_hpc.api.loops import average_statistics, keep_local, shard, step
 from keras_hpc.api.teams import configure_team, drain
@@ -46,12 +47,15 @@ __all__ = [
     "PlanMismatchError",
     "ReplicaMismatchError",
     "allgather",
+    "allgather_object",
     "allreduce",
+    "alltoall",
     "assign_team",
     "average",
     "average_statistics",
     "barrier",
     "broadcast",
+    "broadcast_object",
     "callbacks",
     "check_replicas",
     "configure_team",
@@ -68,6 +72,7 @@ __all__ = [
     "node_count",
     "optimizers",
     "rank",
+    "reduce_scatter",
     "schedules",
     "shard",
     "size",

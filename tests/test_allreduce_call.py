@@ -110,7 +110,7 @@ def test_ranks_that_disagree_are_told_and_go_on(nodes):
                         team.allreduce(as_bytes(x), dtype, op)
                         assert np.all(x == len(nodes))
                     else:
-                        with pytest.raises(_native.PlanMismatchError, match="Ranks disagree on what to reduce"):
+                        with pytest.raises(_native.PlanMismatchError, match="Ranks disagree on what to communicate"):
                             team.allreduce(as_bytes(x), dtype, op)
 
     run(nodes, work, timeout=30)

@@ -31,8 +31,9 @@ def test_a_rank_that_does_not_come_is_named_after_the_time_limit(before, begun):
 
     def work(team, rank):
         plan = team.plan("gradients", [("embedding", "float32", before), ("dense/kernel", "float32", 10)], "mean", True)
+        embedding = np.zeros(before, np.float32)  # which the engine uses until the end
         if rank != 2 or begun:
-            plan.start(0, as_bytes(np.zeros(before, np.float32)))
+            plan.start(0, as_bytes(embedding))
         if rank != 2:
             plan.start(1, as_bytes(np.zeros(10, np.float32)))
             with pytest.raises(_native.TimeoutError, match=text):
@@ -88,7 +89,41 @@ def test_a_collective_that_a_rank_never_joins_is_an_error_soon():
         if rank == 1:
             team.leave()
         else:
-            with pytest.raises(_native.Error, match="in barrier, but one has already left"):
+            with pytest.raises(_native.Error, match="in barrier for rank 1, which has already left"):
                 team.barrier()
 
     run([0, 0], work, timeout=30)
+
+
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 1], [0, 0, 1], [0, 1, 0, 1, 1], list(range(9))], ids=str)
+def test_ranks_in_different_calls_are_told_and_go_on(nodes):
+    def work(team, rank):
+        x = np.ones(6, np.float32)
+        calls = {
+            "'barrier'": team.barrier,
+            r"'allreduce: sum of 6 x float32, shape \(2, 3\)'": lambda: team.allreduce(
+                as_bytes(x), "float32", "sum", shape=(2, 3)
+            ),
+            r"'losses: sum of 6 x float32, shape \(2, 3\)'": lambda: team.allreduce(
+                as_bytes(x), "float32", "sum", what="losses", shape=(2, 3)
+            ),
+            r"'allreduce: sum of 6 x float32, shape \(3, 2\)'": lambda: team.allreduce(
+                as_bytes(x), "float32", "sum", shape=(3, 2)
+            ),
+            "'a thing'": lambda: team.agree("", ["a thing"]),
+            "'The things'": lambda: team.agree("The things", ["a", "b"]),
+            r"'The tensors of plan 'p''": lambda: team.plan("p", [("t", "float32", 10)], "sum", False),
+        }
+        for usual in calls:
+            for odd in calls:
+                for odd_rank in {0, len(nodes) - 1}:
+                    if odd == usual:
+                        continue
+                    with pytest.raises(_native.PlanMismatchError) as info:
+                        calls[odd if rank == odd_rank else usual]()
+                    assert info.match(f"{odd} on rank {odd_rank}")
+                    assert info.match(usual)
+        team.allreduce(as_bytes(x), "float32", "product")
+        assert np.all(x == 1)
+
+    run(nodes, work, timeout=30)

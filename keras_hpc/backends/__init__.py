@@ -7,6 +7,13 @@ Every backend is one module with the same functions:
 - `limit_threads(count, teams)`: compute with so many threads, if the framework has not started yet.
 - `reduce(plan, tensors, weight=None, active=None)`: reduce the tensors of a plan over the ranks of its team.
 - `turn`, `repeat`: the same for pipelined plans, and the updates that follow.
+- `allreduce(team, x, op, what)`: reduce one tensor, by a call that needs no plan; its gradient is not known here.
+- `in_program()`: whether a compiled function is being made, in which tensors stand for values of its own.
+- `code_is_compiled()`: whether a compiler reads the code that asks.
+- `uncompiled(function)`: a function that runs as it is where compilers of the framework find it.
+- `differentiable(reduced, gradient, keeps, x)`: `reduced(x)`, with that gradient.
+- `wants_gradient(x)`: whether a gradient may be asked of what is computed from a tensor.
+- `from_numpy(array, like)`: a tensor, where `like` is.
 - `is_traced(x)`: whether `x` stands for a value that a compiled function will compute.
 - `view(x)`: the value of a tensor or variable as a NumPy array, to be read at once: without a copy where it can be.
 - `to_numpy(x)`: the same as an array of its own.

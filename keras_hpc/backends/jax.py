@@ -8,9 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
-from jax._src import xla_bridge  # the only way to ask whether JAX has started
+from jax._src import (
+    core,
+    dispatch,
+    effects,  # as JAX's own callbacks have them
+    xla_bridge,  # the only way to ask whether JAX has started
+)
+from jax.interpreters import batching, mlir
 
 from keras_hpc.backends import library_path
 from keras_hpc.job import current
@@ -20,6 +27,7 @@ NEEDS_THREAD = True
 
 _START, _DONE = "khpc_jax_start", "khpc_jax_done"
 _TURN, _SECOND = "khpc_jax_turn", "khpc_jax_second"
+_ALLREDUCE = "khpc_jax_allreduce"
 
 
 @functools.cache
@@ -40,7 +48,7 @@ def load() -> None:
         )
     path = library_path("keras_hpc_jax")
     library = ctypes.CDLL(path)
-    for name in (_START, _DONE, _TURN, _SECOND):
+    for name in (_START, _DONE, _TURN, _SECOND, _ALLREDUCE):
         try:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
         except jax.errors.JaxRuntimeError as error:
@@ -129,6 +137,105 @@ def _run(program: Callable[..., Any], plan: Any, tensors: Sequence[Any], weight:
     # Ranks agree on the order of reductions because each is complete before the next begins.
     jax.block_until_ready(results)
     return results
+
+
+class _Order(effects.Effect):  # type: ignore[misc]
+    """What `allreduce` does beside its result, in program order: JAX hands a token from each call to the next.
+
+    So ranks make their calls in one order by construction, whatever XLA may do first, and however often and when each
+    rank traces: nothing is communicated at trace time, and calls need no names. What two ranks call together is
+    compared when they do. The order holds in and across compiled functions, in loops, and in the branches of `cond`.
+    """
+
+    def __str__(self) -> str:
+        return "keras_hpc.allreduce"
+
+
+_ORDER = _Order()
+for _kind in ("ordered", "lowerable", "control_flow_allowed", "custom_derivatives_allowed", "remat_allowed"):
+    getattr(effects, f"{_kind}_effects").add_type(_Order)
+
+_allreduce_p = jax.extend.core.Primitive("keras_hpc_allreduce")
+_allreduce_p.def_impl(functools.partial(dispatch.apply_primitive, _allreduce_p))
+_allreduce_p.def_effectful_abstract_eval(lambda x, **_: (core.ShapedArray(x.shape, x.dtype), {_ORDER}))
+# Each element is reduced by itself, so an axis more is an axis more.
+batching.primitive_batchers[_allreduce_p] = lambda xs, axes, **options: (_allreduce_p.bind(*xs, **options), axes[0])
+
+
+def _lower(ctx: Any, x: Any, *, team: int, op: str, what: str) -> Any:
+    avals = [ctx.avals_in[0], core.abstract_token]
+    rule = jax.ffi.ffi_lowering(_ALLREDUCE, has_side_effect=True, operand_output_aliases={0: 0})
+    token = ctx.tokens_in.get(_ORDER)
+    y, token = rule(ctx.replace(avals_in=avals, avals_out=avals), x, token, team=np.int32(team), op=op, what=what)
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_ORDER: token})))
+    return [y]
+
+
+mlir.register_lowering(_allreduce_p, _lower, platform="cpu")
+
+
+def allreduce(team: Any, x: Any, op: str, what: str) -> jax.Array:
+    """Reduce an array over the ranks of a team. Collective; inside `jax.jit` where the program runs.
+
+    Args:
+        team: the `Team`.
+        x: float16, bfloat16, float32, float64, int32 or int64.
+        op: "mean", "sum", "min", "max" or "product".
+        what: a name of the call, the same on all ranks.
+    """
+    if not in_program():
+        array = to_numpy(x)
+        team.allreduce(array, op, what)
+        return from_numpy(array, x)
+    team.settle = jax.effects_barrier  # programs run beside Python: what Python calls next must come after them
+    reduced: jax.Array = _allreduce_p.bind(x, team=team.id, op=op, what=what)
+    return reduced
+
+
+def in_program() -> bool:
+    """Return whether this is inside a transformation such as `jax.jit`."""
+    return not core.trace_state_clean()
+
+
+def code_is_compiled() -> bool:
+    """Return False: JAX traces values, not code."""
+    return False
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function as it is."""
+    return function
+
+
+def differentiable(
+    reduced: Callable[[Any], Any], gradient: Callable[[Any, Any], Any], keeps: bool, x: Any
+) -> jax.Array:
+    """Return `reduced(x)`, with a gradient: `gradient(upstream, values)`, where `values` are x and the result.
+
+    Only if `keeps`, else None.
+    """
+
+    @jax.custom_vjp  # type: ignore[untyped-decorator]
+    def result(x: Any) -> Any:
+        return reduced(x)
+
+    def forward(x: Any) -> Any:
+        y = result(x)
+        return y, (x, y) if keeps else None
+
+    result.defvjp(forward, lambda values, upstream: (gradient(upstream, values),))
+    y: jax.Array = result(x)
+    return y
+
+
+def wants_gradient(x: Any) -> bool:
+    """Return whether `x` may be differentiated: where it is traced."""
+    return in_program()
+
+
+def from_numpy(array: np.ndarray, like: Any) -> jax.Array:
+    """Return an array of JAX with a copy of NumPy's values."""
+    return jnp.array(array)
 
 
 def is_traced(x: Any) -> bool:

@@ -154,6 +154,78 @@ def allgather_rows(team: Any, tensor: Any) -> tf.Tensor:
     return rows
 
 
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def allreduce(team: Any, x: Any, op: str, what: str) -> tf.Tensor:
+    """Reduce a tensor over the ranks of a team. Collective; inside `tf.function` where the function runs.
+
+    There TensorFlow runs it in program order, among all stateful operations, so ranks make their calls in one order,
+    however often and when each traces.
+
+    Args:
+        team: the `Team`.
+        x: float16, bfloat16, float32, float64, int32 or int64.
+        op: "mean", "sum", "min", "max" or "product".
+        what: a name of the call, the same on all ranks.
+    """
+    if not in_program():
+        array = to_numpy(x)
+        team.allreduce(array, op, what)
+        return from_numpy(array, x)
+    x = tf.convert_to_tensor(x)
+    reduced: tf.Tensor = _ops.khpc_allreduce(x, team=team.id, op=op, what=what)
+    reduced.set_shape(x.shape)
+    return reduced
+
+
+def in_program() -> bool:
+    """Return whether a graph is being made."""
+    return not tf.executing_eagerly()
+
+
+def code_is_compiled() -> bool:
+    """Return whether AutoGraph may rewrite the code that asks."""
+    return in_program()
+
+
+_uncompiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that AutoGraph does not rewrite."""
+    if function not in _uncompiled:
+        _uncompiled[function] = tf.autograph.experimental.do_not_convert(function)
+    return _uncompiled[function]
+
+
+def differentiable(
+    reduced: Callable[[Any], Any], gradient: Callable[[Any, Any], Any], keeps: bool, x: Any
+) -> tf.Tensor:
+    """Return `reduced(x)`, with a gradient: `gradient(upstream, values)`, where `values` are x and the result.
+
+    Only if `keeps`, else None.
+    """
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def result(x: Any) -> Any:
+        y = reduced(x)
+        return y, lambda upstream: gradient(upstream, (x, y) if keeps else None)
+
+    # A variable is read before, where its tape sees it: `custom_gradient` would ask for a gradient of its own for it.
+    y: tf.Tensor = result(tf.convert_to_tensor(x))
+    return y
+
+
+def wants_gradient(x: Any) -> bool:
+    """Return True: which tapes watch a tensor is not known."""
+    return True
+
+
+def from_numpy(array: np.ndarray, like: Any) -> tf.Tensor:
+    """Return a tensor with a copy of NumPy's values."""
+    return tf.constant(array)
+
+
 def is_traced(x: Any) -> bool:
     """Returns whether `x` is a tensor of a graph under construction, without a value yet."""
     return isinstance(x, tf.Tensor) and not hasattr(x, "numpy")

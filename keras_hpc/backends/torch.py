@@ -209,10 +209,85 @@ def gradients_of(plan: Any) -> Gradients:
     return gradients
 
 
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def allreduce(team: Any, x: Any, op: str, what: str) -> torch.Tensor:
+    """Reduce a tensor over the ranks of a team. Collective.
+
+    Args:
+        team: the `Team`.
+        x: float16, bfloat16, float32, float64, int32 or int64.
+        op: "mean", "sum", "min", "max" or "product".
+        what: a name of the call, the same on all ranks.
+    """
+    copy = x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    team.allreduce(view(copy), op, what)
+    return copy.to(x.device)
+
+
+def in_program() -> bool:
+    """Return False: what `torch.compile` compiles is left for every reduction."""
+    return False
+
+
+def code_is_compiled() -> bool:
+    """Return whether `torch.compile` reads the code that asks."""
+    return bool(torch.compiler.is_compiling())
+
+
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that runs as it is where `torch.compile` compiles its caller."""
     wrapped: Callable[..., Any] = torch.compiler.disable(function)
     return wrapped
+
+
+class _Differentiable(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, reduced: Callable[[Any], Any], gradient: Any, keeps: bool, x: torch.Tensor) -> torch.Tensor:
+        ctx.gradient = gradient
+        y: torch.Tensor = reduced(x)
+        if keeps:
+            ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[None, None, None, torch.Tensor]:
+        return None, None, None, ctx.gradient(*upstream, ctx.saved_tensors or None)
+
+
+def differentiable(
+    reduced: Callable[[Any], Any], gradient: Callable[[Any, Any], Any], keeps: bool, x: Any
+) -> torch.Tensor:
+    """Return `reduced(x)`, with a gradient: `gradient(upstream, values)`, where `values` are x and the result.
+
+    Only if `keeps`, else None.
+    """
+    y: torch.Tensor = _Differentiable.apply(reduced, gradient, keeps, x)
+    return y
+
+
+def wants_gradient(x: Any) -> bool:
+    """Return whether what is computed from `x` is recorded."""
+    return torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad
+
+
+def from_numpy(array: np.ndarray, like: Any) -> torch.Tensor:
+    """Return a tensor with NumPy's memory where that is possible, on the device of `like`."""
+    if array.dtype.name == "bfloat16":
+        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
+    return tensor.to(like.device)
+
+
+def state_of(x: Any) -> list[torch.Tensor]:
+    """Return the parameters and buffers of a module of PyTorch, to be changed in place; empty for something else."""
+    return list(x.state_dict(keep_vars=True).values()) if isinstance(x, torch.nn.Module) else []
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def copy_to(tensor: torch.Tensor, array: np.ndarray) -> None:
+    """Give a tensor NumPy's values."""
+    tensor.copy_(from_numpy(array, tensor))
 
 
 def is_traced(x: Any) -> bool:

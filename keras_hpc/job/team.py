@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from keras_hpc import _native
-from keras_hpc.job import tuning_cache
+from keras_hpc.job import objects, tuning_cache
 from keras_hpc.job.launch import World
-from keras_hpc.job.plan import Plan, TensorSpec, bytes_of
+from keras_hpc.job.plan import Plan, TensorSpec, bytes_of, name_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Team:
         schedule: when it applies which gradients.
         report_every: steps after which rank 0 prints what reductions cost; None: never.
         selection_key: under which measured choices are kept; empty with one rank.
+        settle: waits for the calls of compiled programs that still run beside Python; None where there are none.
     """
 
     def __init__(self, index: int, native: _native.Team, ranks: Sequence[int]) -> None:
@@ -81,6 +82,7 @@ class Team:
         self.schedule = Schedule()
         self.report_every: int | None = None
         self.selection_key = ""
+        self.settle: Callable[[], object] | None = None
         self._plans: dict[tuple[Any, ...], Plan] = {}
 
     def plan(
@@ -98,7 +100,7 @@ class Team:
         Args:
             key: a name, the same on all ranks. Two plans that may be in use at once need different keys.
             tensors: what to reduce, in the order in which the values become known.
-            op: "mean", "sum", "min" or "max".
+            op: "mean", "sum", "min", "max" or "product".
             weighted: with "mean", weight each rank by the number of samples it gives with each step.
             wire_dtype: "float16" or "bfloat16": round float32 to it between nodes; sums are taken in float32, and all
                 ranks get the same bits.
@@ -110,55 +112,166 @@ class Team:
         """
         signature = (key, tuple(tensors), op, weighted, wire_dtype, in_segment, pipelined)
         if signature not in self._plans:
+            self._settle()
             self._plans[signature] = Plan(self, key, tensors, op, weighted, wire_dtype, in_segment, pipelined)
         return self._plans[signature]
 
-    def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
-        """Reduces a contiguous array over all ranks, in place. Collective.
+    def allreduce(self, array: np.ndarray, op: str = "sum", what: str = "") -> None:
+        """Reduce a contiguous array over all ranks, in place. Collective.
 
         Args:
             array: float16, bfloat16, float32, float64, int32 or int64; same shape and dtype on all ranks.
-            op: "sum", "mean" (floats only), "min" or "max".
+            op: "sum", "mean" (floats only), "min", "max" or "product".
+            what: a name of this call, the same on all ranks.
 
         Raises:
-            PlanMismatchError: ranks call with different shapes, dtypes or operations.
+            PlanMismatchError: ranks make other calls, or with other shapes, dtypes or operations.
         """
-        self.native.allreduce(bytes_of(array), array.dtype.name, op)
+        self._settle()
+        self.native.allreduce(bytes_of(array), name_of(array.dtype), op, what=what, shape=array.shape)
 
-    def broadcast(self, array: np.ndarray, root: int = 0) -> None:
-        """Copies the root's array to all ranks, in place. Collective. Any dtype; same shape on all ranks."""
-        self.native.broadcast(bytes_of(array), root)
+    def broadcast(self, array: np.ndarray, root: int = 0, what: str = "broadcast") -> None:
+        """Copy the root's array to all ranks, in place. Collective.
 
-    def allgather(self, array: np.ndarray) -> np.ndarray:
-        """Returns the arrays of all ranks, concatenated along axis 0 in rank order. Collective.
+        Args:
+            array: contiguous, of any dtype; same shape and dtype on all ranks.
+            root: the rank in the team whose array it is; the same on all ranks.
+            what: a name of this call, the same on all ranks.
+
+        Raises:
+            PlanMismatchError: ranks make other calls, or with other shapes, dtypes or roots.
+        """
+        self.meet(what, f"{array.dtype.name} of shape {array.shape} from rank {root}")
+        if array.size:
+            self.native.broadcast(bytes_of(array), root)
+
+    def allgather(self, array: np.ndarray, what: str = "allgather") -> np.ndarray:
+        """Return the arrays of all ranks, concatenated along axis 0 in rank order. Collective.
 
         Args:
             array: same dtype and shape on all ranks, except that the lengths of axis 0 may differ.
+            what: a name of this call, the same on all ranks.
+
+        Raises:
+            PlanMismatchError: ranks make other calls, or with other shapes or dtypes.
         """
         array = np.ascontiguousarray(array)
+        self.meet(what, f"{array.dtype.name} rows of shape {array.shape[1:]}")
         row = array.dtype.itemsize * math.prod(array.shape[1:])
         lengths = self.native.allgather_count(len(array))
         out = np.empty((sum(lengths), *array.shape[1:]), array.dtype)
         self.native.allgather(bytes_of(array), bytes_of(out), [row * length for length in lengths])
         return out
 
-    def allgather_object(self, value: Any, what: str = "") -> list[Any]:
-        """Returns the values of all ranks, in rank order. Collective. For small control data that JSON can hold."""
-        text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+    def alltoall(self, array: np.ndarray, splits: Sequence[int], what: str = "alltoall") -> np.ndarray:
+        """Send rows to each rank, and return the rows received, in rank order. Collective.
+
+        Args:
+            array: same dtype and shape on all ranks, except that the lengths of axis 0 may differ.
+            splits: how many rows each rank gets, one rank's after the other's.
+            what: a name of this call, the same on all ranks.
+
+        Raises:
+            PlanMismatchError: ranks make other calls, or with other shapes or dtypes.
+        """
+        array = np.ascontiguousarray(array)
+        self.meet(what, f"{array.dtype.name} rows of shape {array.shape[1:]}")
+        row = array.dtype.itemsize * math.prod(array.shape[1:])
+        everyone = np.empty((self.size, self.size), np.int64)  # [from, to]
+        mine = np.array(splits, np.int64)
+        self.native.allgather(bytes_of(mine), bytes_of(everyone), [mine.nbytes] * self.size)
+        received = everyone[:, self.rank]
+        out = np.empty((int(received.sum()), *array.shape[1:]), array.dtype)
+        to, from_ = ([row * int(length) for length in lengths] for lengths in (splits, received))
+        self.native.alltoall(bytes_of(array), to, bytes_of(out), from_)
+        return out
+
+    def allgather_object(self, value: Any, what: str = "allgather_object") -> list[Any]:
+        """Return the values of all ranks, in rank order. Collective. For small control data.
+
+        Args:
+            value: what `keras_hpc.job.objects.encode` takes.
+            what: a name of this call, the same on all ranks.
+
+        Raises:
+            TypeError: `value` is something else.
+            PlanMismatchError: ranks make other calls, or one met an error.
+        """
+        with self.telling(what):
+            text = np.frombuffer(objects.encode(value), dtype=np.uint8)
+        self.meet(what, "values of all ranks")
         lengths = self.native.allgather_count(len(text))
-        everyone = self.allgather(text).tobytes()
+        everyone = np.empty(sum(lengths), np.uint8)
+        self.native.allgather(text, everyone, lengths)
         ends = np.cumsum(lengths)
-        return [json.loads(everyone[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+        return [
+            objects.decode(everyone[end - length : end].tobytes()) for end, length in zip(ends, lengths, strict=True)
+        ]
+
+    def broadcast_object(self, value: Any, root: int = 0, what: str = "broadcast_object") -> Any:
+        """Return the root's value. Collective. For small control data.
+
+        Args:
+            value: what `keras_hpc.job.objects.encode` takes; not looked at on other ranks.
+            root: the rank in the team whose value it is; the same on all ranks.
+            what: a name of this call, the same on all ranks.
+
+        Raises:
+            TypeError: `value` is something else, on the root.
+            PlanMismatchError: ranks make other calls, or the root met an error.
+        """
+        with self.telling(what):
+            text = np.frombuffer(objects.encode(value if self.rank == root else None), dtype=np.uint8).copy()
+        self.meet(what, f"the value of rank {root}")
+        length = np.array([len(text)])
+        self.native.broadcast(bytes_of(length), root)
+        if self.rank != root:
+            text = np.empty(length[0], np.uint8)
+        self.native.broadcast(text, root)
+        return objects.decode(text.tobytes())
+
+    def meet(self, what: str, details: str = "") -> None:
+        """Make sure that all ranks make the same call, before they communicate in it. Collective.
+
+        Args:
+            what: a name of the call.
+            details: what else must be the same.
+
+        Raises:
+            PlanMismatchError: on all ranks, saying what each of them wants.
+        """
+        self._settle()
+        self.native.agree("", [_line(f"{what}: {details}" if details else what)])
+
+    @contextlib.contextmanager
+    def telling(self, what: str) -> Iterator[None]:
+        """Tell the other ranks of an exception in the block: they raise in their call, and do not wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            self.refuse(what, error)
+            raise
+
+    def refuse(self, what: str, error: Exception) -> None:
+        """Tell the ranks that make a call, that this one cannot: they raise a PlanMismatchError. Collective.
+
+        Returns without one: the caller raises its own error, which says more.
+        """
+        if not isinstance(error, _native.Error):  # those are raised on all ranks
+            with contextlib.suppress(_native.Error):
+                self.meet(what, f"{type(error).__name__}: {str(error)[:400]}")
 
     def agree(self, what: str, items: Sequence[str]) -> None:
-        """Raises PlanMismatchError on all ranks unless all pass equal lists. Collective.
+        """Raise PlanMismatchError on all ranks unless all make this call and pass equal lists. Collective.
 
         The message begins with `what` and names the first item that differs, and on which ranks.
         """
-        self.native.agree(what, [item.replace("\n", " ") for item in items])
+        self._settle()
+        self.native.agree(_line(what), [_line(item) for item in items])
 
     def barrier(self) -> None:
-        """Waits until all ranks are here. Collective."""
+        """Wait until all ranks are here. Collective."""
+        self._settle()
         self.native.barrier()
 
     def retire(self, gone: Sequence[str]) -> None:
@@ -172,6 +285,10 @@ class Team:
         everywhere = set.intersection(*everyone)
         for signature in [signature for signature in self._plans if signature[0].split("/")[0] in everywhere]:
             self._plans.pop(signature).end()
+
+    def _settle(self) -> None:
+        if self.settle is not None:
+            self.settle()
 
     @property
     def has_gradients(self) -> bool:
@@ -188,6 +305,7 @@ class Team:
 
     def close(self) -> None:
         """Frees communicators, threads and memory. Collective."""
+        self._settle()
         if self.selection_key:
             tuning_cache.save(self.native, self.rank, self.selection_key)
         for plan in self._plans.values():
@@ -216,6 +334,11 @@ class NonMemberTeam(Team):
 
     def close(self) -> None:
         """Does nothing: this rank holds nothing."""
+
+
+def _line(text: str) -> str:
+    """Return text as the engine compares it, one line for an item."""
+    return text.replace("\n", " ")
 
 
 def make_team(
@@ -257,7 +380,7 @@ def _restore_choices(team: Team) -> None:
         except ValueError as problem:
             error = str(problem)
     # The first rank's, on all: another rank may see other files or variables.
-    choices, error = team.allgather_object([choices, error])[0]
+    choices, error = team.broadcast_object([choices, error], what="the measured ways of allreduce")
     if error:
         raise ValueError(error)
     for choice in choices:

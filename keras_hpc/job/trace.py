@@ -51,7 +51,7 @@ def finish(job: Job) -> None:
     _native.set_tracing(False)
     if job.guard.exit_code != 0:  # this rank leaves alone, and others still train
         return
-    everyone = job.teams[0].allgather_object(_events(job.rank))
+    everyone = job.teams[0].allgather_object(_events(job.rank), "the events of the trace")
     if job.rank == 0:
         path.write_text(json.dumps({"traceEvents": [event for events in everyone for event in events]}))
 

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     job = current.job()
     team = job.teams[0]
     about_me = {"host": platform.node(), "cores": sorted(os.sched_getaffinity(0)), "threads": _compute_threads()}
-    everyone = team.allgather_object(about_me)
+    everyone = team.allgather_object(about_me, "what doctor knows of the ranks")
     communication = _communication(job, arguments.parameters)
     measured = _measure(job, arguments.parameters)
     slow = network_probe.slow_links(measured["links"]) + network_probe.slow_ranks(measured["compute_ms"])
@@ -160,7 +160,7 @@ def _measure(job: Job, parameters: int) -> dict[str, Any]:
     """Times links, computing, and an allreduce of the gradients. Collective; the same on all ranks."""
     team = job.teams[0]
     mine = network_probe.measure(job.comm, job.node_of_rank) if job.size > 1 else []
-    all_links = [link for theirs in team.allgather_object(mine) for link in theirs]
+    all_links = [link for theirs in team.allgather_object(mine, "the links of doctor") for link in theirs]
     gradients = np.zeros(parameters, np.float32)
     seconds = []
     for _ in range(4):  # the first one warms up

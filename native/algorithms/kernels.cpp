@@ -91,10 +91,12 @@ template <Op op, class W>
 KHPC_INLINE W combine(W a, W b) {
   if constexpr (op == Op::min) return (b < a || b != b) ? b : a;
   if constexpr (op == Op::max) return (b > a || b != b) ? b : a;
-  if constexpr (std::is_integral_v<W>)  // sums of integers wrap around, as everywhere
-    return static_cast<W>(static_cast<std::make_unsigned_t<W>>(a) + static_cast<std::make_unsigned_t<W>>(b));
-  else
-    return a + b;
+  if constexpr (std::is_integral_v<W>) {  // sums and products of integers wrap around, as everywhere
+    const auto x = static_cast<std::make_unsigned_t<W>>(a), y = static_cast<std::make_unsigned_t<W>>(b);
+    return static_cast<W>(op == Op::product ? x * y : x + y);
+  } else {
+    return op == Op::product ? a * b : a + b;
+  }
 }
 
 // Two ranks, in one pass over memory. An `out` may be a source, never a part of one: iterations are independent.
@@ -156,6 +158,8 @@ KHPC_INLINE void dispatch(DType dtype, Op op, F&& f) {
       f(element, std::integral_constant<Op, Op::min>{});
     else if (op == Op::max)
       f(element, std::integral_constant<Op, Op::max>{});
+    else if (op == Op::product)
+      f(element, std::integral_constant<Op, Op::product>{});
     else
       f(element, std::integral_constant<Op, Op::sum>{});
   };

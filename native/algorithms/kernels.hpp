@@ -14,9 +14,9 @@ struct Source {
 };
 
 // out[i] = (sources[0][i] op sources[1][i] op ...) * scale, in the order of the sources, for `count` elements and each
-// `out` of `outs`; with `weighted`, each source is multiplied by its factor first. 16-bit types are summed in float32,
-// and min and max propagate NaN. Mean is a sum here: its scale and factors make it one. An `out` may be a source. No
-// sources: zeros.
+// `out` of `outs`; with `weighted`, each source is multiplied by its factor first. 16-bit types are summed and
+// multiplied in float32, and min and max propagate NaN. Mean is a sum here: its scale and factors make it one. An `out`
+// may be a source. No sources: zeros.
 void reduce(DType dtype, Op op, const Source* sources, size_t n_sources, bool weighted, double scale, void* const* outs,
             size_t n_outs, size_t count);
 

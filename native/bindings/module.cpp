@@ -10,6 +10,7 @@
 
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -118,10 +119,11 @@ PyPlan make_plan(const PyTeam& team, const std::string& name, const std::vector<
 }
 
 void allreduce(const PyTeam& team, const Bytes& data, const std::string& dtype, const std::string& op,
-               const std::string& path, const std::string& wire) {
+               const std::string& path, const std::string& wire, const std::string& what,
+               const std::vector<int64_t>& shape) {
   const DType type = parse_dtype(dtype);
   team.get().allreduce(data.data(), static_cast<int64_t>(data.size() / size_of(type)), type, parse_op(op),
-                       parse_wire(wire), path.empty() ? std::nullopt : std::optional(parse_path(path)));
+                       parse_wire(wire), path.empty() ? std::nullopt : std::optional(parse_path(path)), what, shape);
 }
 
 void allgather(const PyTeam& team, const ConstBytes& in, const Bytes& out, const std::vector<int64_t>& counts) {
@@ -130,6 +132,15 @@ void allgather(const PyTeam& team, const ConstBytes& in, const Bytes& out, const
   if (counts.size() != static_cast<size_t>(team.get().topology().size) || total != out.size())
     throw nb::value_error("allgather: the counts do not match the ranks or the size of `out`.");
   team.get().allgather(in.data(), out.data(), std::vector<size_t>(counts.begin(), counts.end()));
+}
+
+void alltoall(const PyTeam& team, const ConstBytes& in, const std::vector<size_t>& to, const Bytes& out,
+              const std::vector<size_t>& from) {
+  const auto size = static_cast<size_t>(team.get().topology().size);
+  if (to.size() != size || from.size() != size || std::accumulate(to.begin(), to.end(), size_t{0}) != in.size() ||
+      std::accumulate(from.begin(), from.end(), size_t{0}) != out.size())
+    throw nb::value_error("alltoall: the counts do not match the ranks or the sizes of the arrays.");
+  team.get().alltoall(in.data(), to, out.data(), from);
 }
 
 nb::dict report(const PyTeam& team) {
@@ -323,12 +334,13 @@ NB_MODULE(_native, m) {
            "in_segment"_a = false, "pipelined"_a = false, nb::keep_alive<0, 1>(),
            "Collective: a plan for tensors (name, dtype, count).")
       .def("allreduce", &allreduce, release, "data"_a.noconvert(), "dtype"_a, "op"_a, "path"_a = "",
-           "wire_dtype"_a = "")
+           "wire_dtype"_a = "", "what"_a = "", "shape"_a = std::vector<int64_t>())
       .def(
           "broadcast",
           [](const PyTeam& team, const Bytes& data, int root) { team.get().broadcast(data.data(), data.size(), root); },
           release, "data"_a.noconvert(), "root"_a)
       .def("allgather", &allgather, release, "data"_a.noconvert(), "out"_a.noconvert(), "nbytes_by_rank"_a)
+      .def("alltoall", &alltoall, release, "data"_a.noconvert(), "to"_a, "out"_a.noconvert(), "received"_a)
       .def(
           "allgather_count", [](const PyTeam& team, int64_t mine) { return team.get().allgather_count(mine); }, release,
           "mine"_a)

@@ -7,7 +7,7 @@ namespace keras_hpc {
 namespace {
 
 constexpr const char* kDTypes[] = {"float16", "bfloat16", "float32", "float64", "int32", "int64"};
-constexpr const char* kOps[] = {"sum", "mean", "min", "max"};
+constexpr const char* kOps[] = {"sum", "mean", "min", "max", "product"};
 
 template <class Enum, size_t n>
 Enum parse(const char* const (&names)[n], const std::string& name, const char* what) {

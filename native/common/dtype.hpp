@@ -7,7 +7,7 @@
 namespace keras_hpc {
 
 enum class DType { float16, bfloat16, float32, float64, int32, int64 };
-enum class Op { sum, mean, min, max };
+enum class Op { sum, mean, min, max, product };
 
 size_t size_of(DType dtype);
 DType parse_dtype(const std::string& name);  // "float32", ...

@@ -19,15 +19,16 @@ size_t rounded(size_t nbytes, size_t unit) {
 
 // What a rank asks for as one number: equal on all ranks, or it is an error.
 int64_t make_signature(Path path, DType dtype, DType wire, Op op, size_t count) {
-  return static_cast<int64_t>(count << 11) | (static_cast<int64_t>(wire) << 8) | (static_cast<int64_t>(path) << 5) |
-         (static_cast<int64_t>(dtype) << 2) | static_cast<int64_t>(op);
+  return static_cast<int64_t>(count << 12) | (static_cast<int64_t>(wire) << 9) | (static_cast<int64_t>(path) << 6) |
+         (static_cast<int64_t>(dtype) << 3) | static_cast<int64_t>(op);
 }
-std::string describe(int64_t signature) {
-  const auto path = static_cast<Path>((signature >> 5) & 7);
-  const auto dtype = static_cast<DType>((signature >> 2) & 7);
-  const auto wire = static_cast<DType>((signature >> 8) & 7);
-  const auto op = static_cast<Op>(signature & 3);
-  return std::string(name_of(op)) + " of " + std::to_string(signature >> 11) + " x " + name_of(dtype) +
+// Together with the tag. Not negative, as the meeting wants it.
+int64_t tagged(int64_t signature, uint64_t tag) {
+  const uint64_t mixed = static_cast<uint64_t>(signature) ^ (tag * 0x9e3779b97f4a7c15ULL);
+  return static_cast<int64_t>(mixed & ((uint64_t{1} << 62) - 1));
+}
+std::string describe(Path path, DType dtype, DType wire, Op op, size_t count) {
+  return std::string(name_of(op)) + " of " + std::to_string(count) + " x " + name_of(dtype) +
          (wire == dtype ? "" : std::string(", sent as ") + name_of(wire)) +
          (path == Path::push ? " in memory of keras_hpc.empty" : "");
 }
@@ -51,7 +52,7 @@ Range slice_of(size_t nbytes, int i, int n) {
 AllreduceCall::AllreduceCall(const TeamContext& team, Transport& transport, Channel& control)
     : topology_(*team.topology), transport_(transport), control_(control) {
   if (topology_.size == 1) return;
-  meeting_ = std::make_unique<Meeting>(team, transport, control, describe);
+  meeting_ = std::make_unique<Meeting>(team, transport, control);
   const auto local = at(topology_.local_size());
   stages_ = transport.open_segment(control, local == 1 ? kPage : 2 * local * Area::stride_for(kStageBytes));
 }
@@ -115,7 +116,7 @@ bool AllreduceCall::can(Path path, const void* data, size_t count, DType dtype, 
 }
 
 void AllreduceCall::run(void* data, size_t count, DType dtype, Op op, std::optional<DType> wire,
-                        std::optional<Path> path) {
+                        std::optional<Path> path, uint64_t tag) {
   if (topology_.size == 1) return;
   // Only here: what other types travel as is their own affair.
   const DType sent = wire && dtype == DType::float32 && topology_.node_count > 1 ? *wire : dtype;
@@ -129,8 +130,22 @@ void AllreduceCall::run(void* data, size_t count, DType dtype, Op op, std::optio
   }
   const std::lock_guard lock(mutex_);
   const AtEnd wake([this] { meeting_->wake_others(); });
-  take(*path, {static_cast<std::byte*>(data), count, dtype, op, sent, op == Op::mean ? 1.0 / topology_.size : 1.0,
-               make_signature(*path, dtype, sent, op, count)});
+  try {
+    take(*path, {static_cast<std::byte*>(data), count, dtype, op, sent, op == Op::mean ? 1.0 / topology_.size : 1.0,
+                 tagged(make_signature(*path, dtype, sent, op, count), tag), tag});
+  } catch (const PlanMismatch& e) {
+    throw Disagreement(e.what(), describe(*path, dtype, sent, op, count));
+  }
+}
+
+void AllreduceCall::meet(uint64_t tag, const std::string& label) {
+  if (topology_.size == 1) return;
+  const std::lock_guard lock(mutex_);
+  const AtEnd wake([this] { meeting_->wake_others(); });
+  // No allreduce has all bits of a path.
+  meeting_->post(tagged(int64_t{7} << 6, tag), 0, nullptr, 0, &label);
+  meeting_->meet();
+  meeting_->compare_nodes();
 }
 
 void AllreduceCall::take(Path path, const Buffer& b) {
@@ -152,7 +167,7 @@ void AllreduceCall::take(Path path, const Buffer& b) {
       if (!can(best, b.data, b.count, b.dtype, b.op) || (b.wire != b.dtype && best == Path::library))
         best = fallback(b.data, b.nbytes());
       return take(best, {b.data, b.count, b.dtype, b.op, b.wire, b.scale,
-                         make_signature(best, b.dtype, b.wire, b.op, b.count)});
+                         tagged(make_signature(best, b.dtype, b.wire, b.op, b.count), b.tag), b.tag});
     }
   }
 }

@@ -16,8 +16,10 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "common/error.hpp"
 #include "engine/area.hpp"
 #include "engine/choices.hpp"
 #include "engine/context.hpp"
@@ -26,6 +28,12 @@
 #include "transport/transport.hpp"
 
 namespace keras_hpc {
+
+// Ranks ask for different things; `mine` says what this one asks for.
+struct Disagreement : PlanMismatch {
+  Disagreement(const std::string& text, std::string asked) : PlanMismatch(text), mine(std::move(asked)) {}
+  std::string mine;
+};
 
 class AllreduceCall {
  public:
@@ -36,8 +44,12 @@ class AllreduceCall {
   // Collective. Reduces in place, and returns when this rank may use `data` again. Thread-safe, but one at a time.
   // Between nodes, float32 is rounded to the 16 bits of `wire`, if given. On a path of the caller's choice, if given:
   // the same on all ranks; throws Error where it cannot be taken.
+  // `tag` stands for what else must be equal on all ranks. Throws Disagreement on all ranks.
   void run(void* data, size_t count, DType dtype, Op op, std::optional<DType> wire = std::nullopt,
-           std::optional<Path> path = std::nullopt);
+           std::optional<Path> path = std::nullopt, uint64_t tag = 0);
+  // Collective: meets the other ranks in a call that is no allreduce. Throws PlanMismatch on all ranks unless all are
+  // in a call with this tag. `label` names it.
+  void meet(uint64_t tag, const std::string& label);
   bool can(Path path, const void* data, size_t count, DType dtype, Op op) const;
 
   // The way of a call is measured when its size class is first needed, unless it is known.
@@ -64,6 +76,7 @@ class AllreduceCall {
     DType wire;
     double scale;
     int64_t signature;
+    uint64_t tag = 0;
     size_t nbytes() const { return count * size_of(dtype); }
   };
   struct Chunk {

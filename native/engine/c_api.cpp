@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -144,6 +147,19 @@ int khpc_allgatherv(int team, const void* in, int64_t nbytes, void* out, const i
         if (static_cast<int64_t>(counts[static_cast<size_t>(t.topology().rank)]) != nbytes)
           throw Error("khpc_allgatherv: nbytes is not this rank's entry of nbytes_by_rank.");
         t.allgather(in, out, counts);
+        return KHPC_OK;
+      },
+      KHPC_ERROR);
+}
+
+int khpc_allreduce_tensor(int team, void* data, const int64_t* shape, int rank, const char* dtype, const char* op,
+                          const char* what) {
+  return guarded(
+      [&]() -> int {
+        const std::vector<int64_t> lengths(shape, shape + rank);
+        const int64_t count = std::accumulate(lengths.begin(), lengths.end(), int64_t{1}, std::multiplies<>());
+        registry::team(team).allreduce(data, count, parse_dtype(dtype), parse_op(op), std::nullopt, std::nullopt, what,
+                                       lengths);
         return KHPC_OK;
       },
       KHPC_ERROR);

@@ -38,12 +38,11 @@ struct Meeting::Counters {
   alignas(128) std::atomic<uint64_t> handed_out;  // the last call whose slice of this rank all may read
   alignas(128) std::atomic<uint64_t> consumed;    // the last staged call whose results this rank has copied out
   alignas(128) std::atomic<uint64_t> compared;    // the last call that the first rank has compared with other nodes
-  std::atomic<uint64_t> refused_call;             // the last call for which another node wanted something else,
-  int64_t refused;                                // namely this
+  std::atomic<uint64_t> refused_call;             // the last call for which another node wanted something else
 };
 
-Meeting::Meeting(const TeamContext& team, Transport& transport, Channel& control, Describe describe)
-    : team_(team), topology_(*team.topology), describe_(describe), channel_(transport.open_channel()) {
+Meeting::Meeting(const TeamContext& team, Transport& transport, Channel& control)
+    : team_(team), topology_(*team.topology), channel_(transport.open_channel()) {
   const auto local = at(topology_.local_size());
   const size_t counters = (local * sizeof(Counters) + kPage - 1) / kPage * kPage;
   segment_ = transport.open_segment(control, counters + 2 * local * kPostBytes);
@@ -52,12 +51,6 @@ Meeting::Meeting(const TeamContext& team, Transport& transport, Channel& control
 }
 
 Meeting::~Meeting() = default;
-
-std::string Meeting::disagreement(int64_t mine, const std::string& other, int64_t theirs) const {
-  return "Ranks disagree on what to reduce: rank " + std::to_string(topology_.rank) + " asks for the " +
-         describe_(mine) + ", " + other + " for the " +
-         (theirs == kDisagreement ? "result of ranks that disagree themselves" : describe_(theirs)) + ".";
-}
 
 Meeting::Post& Meeting::post_of(int local_rank) const {
   const size_t index = (call_ & 1) * at(topology_.local_size()) + at(local_rank);
@@ -80,8 +73,9 @@ void Meeting::wait_for_ranks(int ranks, uint64_t target, Value&& value) {
   };
   // Asked before each sleep.
   const auto abandoned = [&] {
-    if (team_.bells[late].fate != Fate::left) return false;
-    throw Error("Waited in allreduce for rank " + std::to_string(topology_.local_ranks()[at(late)]) +
+    // A rank that has left may have posted just before.
+    if (team_.bells[late].fate != Fate::left || value(late) >= target) return false;
+    throw Error("Waited in " + name() + " for rank " + std::to_string(topology_.local_ranks()[at(late)]) +
                 ", which has already left the job (it called finalize or reached the end of its script). Do all " +
                 "ranks make the same calls?");
   };
@@ -100,12 +94,17 @@ void Meeting::wait_for_ranks(int ranks, uint64_t target, Value&& value) {
 }
 
 std::string Meeting::late_text() const {
-  return "Waited " + std::to_string(static_cast<int>(team_.timeout_seconds)) + " s in allreduce (team " +
+  return "Waited " + std::to_string(static_cast<int>(team_.timeout_seconds)) + " s in " + name() + " (team " +
          std::to_string(team_.number) + ", rank " + std::to_string(topology_.rank) + ") for ";
 }
 
 Stall Meeting::stall(std::function<std::vector<int>()> missing) const {
-  return {"allreduce", team_.activity->calls, "", -1, std::move(missing)};
+  if (label_ == nullptr) return {"allreduce", team_.activity->calls, "", -1, std::move(missing)};
+  return {"collective", team_.activity->collectives, *label_, -1, std::move(missing)};
+}
+
+std::string Meeting::name() const {
+  return label_ == nullptr ? "allreduce" : *label_;
 }
 
 // Messages from other nodes ring no bell: sleep briefly.
@@ -147,8 +146,9 @@ void Meeting::consumed(uint64_t call) {
 
 // ---- what every call begins with
 
-void Meeting::post(int64_t signature, int64_t place, const void* data, size_t nbytes) {
+void Meeting::post(int64_t signature, int64_t place, const void* data, size_t nbytes, const std::string* label) {
   ++call_;
+  label_ = label;
   Post& mine = post_of(topology_.local_rank);
   mine.signature = signature;
   mine.place = place;
@@ -165,9 +165,9 @@ void Meeting::meet() {
     if (other.signature == mine.signature && other.place == mine.place) continue;
     consumed(call_);
     if (topology_.node_count > 1 && topology_.local_rank == 0) exchange(kDisagreement, nullptr, 0);
-    const std::string rank = "rank " + std::to_string(topology_.local_ranks()[at(r)]);
-    if (other.signature != mine.signature) throw PlanMismatch(disagreement(mine.signature, rank, other.signature));
-    throw PlanMismatch("Ranks disagree on what to reduce: rank " + std::to_string(topology_.rank) + " and " + rank +
+    if (other.signature != mine.signature) throw PlanMismatch("Ranks disagree on what to communicate.");
+    throw PlanMismatch("Ranks disagree on what to communicate: rank " + std::to_string(topology_.rank) + " and rank " +
+                       std::to_string(topology_.local_ranks()[at(r)]) +
                        " gave different arrays, or different parts, of keras_hpc.empty.");
   }
 }
@@ -233,10 +233,7 @@ void Meeting::compare_nodes(const void* data, size_t nbytes) {
   const int64_t mine = post_of(topology_.local_rank).signature;
   Counters& first = counters_[0];
   if (topology_.local_rank == 0) {
-    if (const int64_t theirs = exchange(mine, data, nbytes); theirs != mine) {
-      first.refused = theirs;
-      first.refused_call.store(call_, std::memory_order_relaxed);
-    }
+    if (exchange(mine, data, nbytes) != mine) first.refused_call.store(call_, std::memory_order_relaxed);
     first.compared.store(call_, std::memory_order_release);
     unannounced_ = true;
   } else {
@@ -244,7 +241,7 @@ void Meeting::compare_nodes(const void* data, size_t nbytes) {
   }
   if (first.refused_call.load(std::memory_order_relaxed) != call_) return;
   consumed(call_);
-  throw PlanMismatch(disagreement(mine, "a rank of another node", first.refused));
+  throw PlanMismatch("Ranks disagree on what to communicate, on this node and on another.");
 }
 
 std::vector<double> Meeting::gather(const std::vector<double>& mine) {

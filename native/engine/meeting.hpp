@@ -16,14 +16,14 @@ namespace keras_hpc {
 
 class Meeting {
  public:
-  using Describe = std::string (*)(int64_t signature);
-
-  // Collective. `describe` puts what a rank asks for into words.
-  Meeting(const TeamContext& team, Transport& transport, Channel& control, Describe describe);
+  // Collective.
+  Meeting(const TeamContext& team, Transport& transport, Channel& control);
   ~Meeting();
 
-  // Begins a call: this rank wants what `signature` says, of the data at `place`. Small data go along.
-  void post(int64_t signature, int64_t place, const void* data = nullptr, size_t nbytes = 0);
+  // Begins a call: this rank wants what `signature` says (not negative), of the data at `place`. Small data go along.
+  // `label` names a call that is no allreduce, for who waits in it; it lives until the next call.
+  void post(int64_t signature, int64_t place, const void* data = nullptr, size_t nbytes = 0,
+            const std::string* label = nullptr);
   // Waits until all ranks of the node have posted; throws PlanMismatch unless all want the same.
   void meet();
   // After meet(): throws PlanMismatch unless other nodes want the same. The first rank's data go along, with few nodes.
@@ -61,7 +61,6 @@ class Meeting {
   struct Counters;  // of one rank, in the segment
 
   Post& post_of(int local_rank) const;  // of the current call
-  std::string disagreement(int64_t mine, const std::string& other, int64_t theirs) const;
   // The first ranks of all nodes tell each other what they want, and their data. Returns what another one wants, if it
   // is something else.
   int64_t exchange(int64_t signature, const void* data, size_t nbytes);
@@ -72,11 +71,12 @@ class Meeting {
   template <class Ready, class Peer>
   void poll(Ready&& ready, Peer&& peer);
   Stall stall(std::function<std::vector<int>()> missing) const;
+  std::string name() const;  // of the current call
   std::string late_text() const;
 
   const TeamContext& team_;
   const Topology& topology_;
-  Describe describe_;
+  const std::string* label_ = nullptr;  // of the current call, if it is no allreduce
   std::unique_ptr<Channel> channel_;
   std::unique_ptr<Segment> segment_;
   Counters* counters_ = nullptr;  // [local rank]

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <functional>
 #include <set>
 
 #include "common/error.hpp"
@@ -30,6 +31,20 @@ int64_t scheduler_group() {
     std::fclose(file);
   }
   return number;
+}
+
+// What ranks compare, beside how many elements of which dtype they reduce.
+uint64_t tag_of(const std::string& what, const std::vector<int64_t>& shape) {
+  uint64_t tag = what.empty() ? 0 : std::hash<std::string>{}(what);
+  for (const int64_t length : shape) tag = (tag ^ static_cast<uint64_t>(length + 1)) * 0x100000001b3ULL;
+  return tag;
+}
+
+// ", shape (2, 3)"
+std::string text_of(const std::vector<int64_t>& shape) {
+  std::string text;
+  for (const int64_t length : shape) text += (text.empty() ? "" : ", ") + std::to_string(length);
+  return text.empty() ? "" : ", shape (" + text + (shape.size() == 1 ? ",)" : ")");
 }
 
 // Copying less than this takes less time than asking the clock what it took.
@@ -329,8 +344,8 @@ void Team::leave() {
   context_.ring_node();
 }
 
-void Team::allreduce(void* data, int64_t count, DType dtype, Op op, std::optional<DType> wire,
-                     std::optional<Path> path) {
+void Team::allreduce(void* data, int64_t count, DType dtype, Op op, std::optional<DType> wire, std::optional<Path> path,
+                     const std::string& what, const std::vector<int64_t>& shape) {
   if (topology().size == 1) return;
   const bool mean = op == Op::mean;
   if (mean && (dtype == DType::int32 || dtype == DType::int64))
@@ -338,9 +353,9 @@ void Team::allreduce(void* data, int64_t count, DType dtype, Op op, std::optiona
   throw_if_failed();
   try {
     ++activity_.calls;
-    allreduce_->run(data, static_cast<size_t>(count), dtype, op, wire, path);
-  } catch (const PlanMismatch&) {
-    throw;  // on all ranks, before any data moved: the team can go on
+    allreduce_->run(data, static_cast<size_t>(count), dtype, op, wire, path, tag_of(what, shape));
+  } catch (const Disagreement& e) {  // on all ranks, before any data moved: the team can go on
+    explain("\n" + (what.empty() ? "allreduce" : what) + ": " + e.mine + text_of(shape), e);
   } catch (const std::exception& e) {
     fail(std::current_exception(), e.what());
     throw;

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/error.hpp"
 #include "engine/allreduce_call.hpp"
 #include "engine/pipeline.hpp"
 #include "engine/plan.hpp"
@@ -67,16 +68,21 @@ class Team {
   bool wait_all_async(Plan& plan, void (*done)(void*, const char*), void* arg);
 
   // Collective, and block. Every rank calls them in the same order, one thread at a time.
+  // `what` names who calls, and `shape` is of the data: both are compared between ranks, if given.
   void allreduce(void* data, int64_t count, DType dtype, Op op, std::optional<DType> wire = std::nullopt,
-                 std::optional<Path> path = std::nullopt);
+                 std::optional<Path> path = std::nullopt, const std::string& what = "",
+                 const std::vector<int64_t>& shape = {});
   AllreduceCall& allreduce_call() { return *allreduce_; }
   // Collective.
   std::unique_ptr<Channel> open_channel() { return transport_->open_channel(); }
   void broadcast(void* data, size_t nbytes, int root);
   void allgather(const void* in, void* out, const std::vector<size_t>& nbytes_by_rank);
+  // Sends `to[r]` bytes to rank r, one rank's after the other's, and receives `from[r]` bytes from it.
+  void alltoall(const void* in, const std::vector<size_t>& to, void* out, const std::vector<size_t>& from);
   std::vector<int64_t> allgather_count(int64_t mine);
   void barrier();
-  // Throws PlanMismatch on every rank, naming the first item that differs and the ranks, unless all pass equal lists.
+  // Throws PlanMismatch on every rank unless all are in this call, with equal `what` and equal lists: naming the first
+  // item that differs and the ranks, or, where they are in different calls, what each one wants.
   void agree(const std::string& what, const std::vector<std::string>& items);
 
   // What this rank is doing; may be asked for at any time.
@@ -115,6 +121,8 @@ class Team {
   void throw_if_failed() const;
   void throw_if_abandoned(const Plan& plan, int tensor, Clock::time_point waiting_since) const;
   void finish(RequestPtr request, const char* what);
+  void meet(const std::string& text, const std::string& label);
+  [[noreturn]] void explain(const std::string& text, const PlanMismatch& disagreement);
   Patience find_patience();
   std::string late(const Plan& plan, int tensor) const;
   Stall stall(const Plan& plan, int tensor, Clock::time_point since) const;

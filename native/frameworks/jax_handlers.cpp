@@ -8,6 +8,8 @@
 //   of
 //                                                          this step applies, and how many updates there are
 //   khpc_jax_second(gradient...) -> gradient...            in place; what the second update applies
+//   khpc_jax_allreduce(x, token) -> x, token               keras_hpc.allreduce: in place, blocks. The token gives the
+//                                                          order among calls
 //
 // XLA's data flow gives the order: each start runs when its gradient exists, done after all starts. When `active` is
 // false (the same on all ranks), both leave the buffers as they are.
@@ -19,9 +21,11 @@
 #include <cstring>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -51,6 +55,34 @@ int attribute(const CallFrame& call, const char* name) {
     if (scalar.dtype == kS32) return *static_cast<const int32_t*>(scalar.value);
   }
   throw std::runtime_error(std::string("The call has no int32 attribute ") + name + ".");
+}
+
+std::string text_attribute(const CallFrame& call, const char* name) {
+  for (int64_t i = 0; i < call.attributes.size; ++i) {
+    const ByteSpan& key = *call.attributes.names[i];
+    if (std::string(key.data, key.size) != name || call.attributes.types[i] != kString) continue;
+    const ByteSpan& text = *static_cast<const ByteSpan*>(call.attributes.values[i]);
+    return std::string(text.data, text.size);
+  }
+  throw std::runtime_error(std::string("The call has no text attribute ") + name + ".");
+}
+
+const char* name_of(int dtype) {
+  switch (dtype) {
+    case kS32:
+      return "int32";
+    case kS64:
+      return "int64";
+    case kF16:
+      return "float16";
+    case kBF16:
+      return "bfloat16";
+    case kF32:
+      return "float32";
+    case kF64:
+      return "float64";
+  }
+  throw std::runtime_error("Unsupported dtype. Received: XLA type " + std::to_string(dtype) + ".");
 }
 
 double weight_of(const Buffer& buffer) {
@@ -241,6 +273,18 @@ void second(CallFrame& call) {
       });
 }
 
+void allreduce(CallFrame& call) {
+  const Buffer& x = *call.arguments.values[0];
+  const Buffer& y = *call.results.values[0];
+  const int64_t count = std::accumulate(x.dims, x.dims + x.rank, int64_t{1}, std::multiplies<>());
+  const char* dtype = name_of(x.dtype);
+  const bool small = x.dtype == kF16 || x.dtype == kBF16, large = x.dtype == kF64 || x.dtype == kS64;
+  if (y.data != x.data && count > 0)
+    std::memcpy(y.data, x.data, static_cast<size_t>(count) * (small ? 2 : large ? 8 : 4));
+  check(khpc_allreduce_tensor(attribute(call, "team"), y.data, x.dims, static_cast<int>(x.rank), dtype,
+                              text_attribute(call, "op").c_str(), text_attribute(call, "what").c_str()));
+}
+
 // Answers XLA's question for the version, or calls the handler. Exceptions end here, as an error of the program.
 template <void handler(CallFrame&)>
 Error* call(CallFrame* frame) {
@@ -268,6 +312,9 @@ extern "C" KHPC_API Error* khpc_jax_done(CallFrame* frame) {
 }
 extern "C" KHPC_API Error* khpc_jax_turn(CallFrame* frame) {
   return call<turn>(frame);
+}
+extern "C" KHPC_API Error* khpc_jax_allreduce(CallFrame* frame) {
+  return call<allreduce>(frame);
 }
 extern "C" KHPC_API Error* khpc_jax_second(CallFrame* frame) {
   return call<second>(frame);

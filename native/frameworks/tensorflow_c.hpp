@@ -55,6 +55,10 @@ using DeleteFunction = void(void*);
   X(KernelBuilder_HostMemory, void(KernelBuilder*, const char* argument))                                           \
   X(RegisterKernelBuilder, void(const char* name, KernelBuilder*, Status*))                                         \
   X(OpKernelConstruction_GetAttrInt64, void(OpKernelConstruction*, const char* name, int64_t* value, Status*))      \
+  X(OpKernelConstruction_GetAttrSize,                                                                               \
+    void(OpKernelConstruction*, const char* name, int32_t* list_size, int32_t* total_size, Status*))                \
+  X(OpKernelConstruction_GetAttrString,                                                                             \
+    void(OpKernelConstruction*, const char* name, char* value, size_t max_length, Status*))                         \
   X(OpKernelConstruction_Failure, void(OpKernelConstruction*, Status*))                                             \
   X(OpKernelContext_Failure, void(OpKernelContext*, Status*))                                                       \
   X(GetInput, void(OpKernelContext*, int index, Tensor**, Status*))                                                 \

@@ -6,6 +6,7 @@
 //   KhpcUpdates() -> count       how many updates a pipelined step makes, after its starts
 //   KhpcSecond(z) -> w           the average that the second of two updates applies
 //   KhpcAllgather(x) -> rows     the rows of all ranks, in rank order
+//   KhpcAllreduce(x) -> y        keras_hpc.allreduce: needs no plan, so ranks need not trace alike
 //
 // Stateful, because TensorFlow runs stateful operations in program order, which is our order on all ranks, and never
 // folds, merges or drops them. Synchronous, because async kernels of the C API are used after they return.
@@ -17,6 +18,7 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -98,6 +100,35 @@ int attribute(OpKernelConstruction* construction, const char* name) {
   tf.OpKernelConstruction_GetAttrInt64(construction, name, &value, outcome);
   outcome.check();
   return static_cast<int>(value);
+}
+
+std::string text_attribute(OpKernelConstruction* construction, const char* name) {
+  Outcome outcome;
+  int32_t list_size = 0, length = 0;
+  tf.OpKernelConstruction_GetAttrSize(construction, name, &list_size, &length, outcome);
+  outcome.check();
+  std::string text(static_cast<size_t>(length), '\0');
+  tf.OpKernelConstruction_GetAttrString(construction, name, text.data(), text.size(), outcome);
+  outcome.check();
+  return text;
+}
+
+const char* name_of(DataType dtype) {
+  switch (dtype) {  // of tensorflow/core/framework/types.proto
+    case 1:
+      return "float32";
+    case 2:
+      return "float64";
+    case 3:
+      return "int32";
+    case 9:
+      return "int64";
+    case 14:
+      return "bfloat16";
+    case 19:
+      return "float16";
+  }
+  throw std::runtime_error("Unsupported dtype. Received: TensorFlow's type " + std::to_string(dtype) + ".");
 }
 
 struct TensorOfPlan {
@@ -216,6 +247,34 @@ struct Allgather {
   const int team;
 };
 
+struct Allreduce {
+  static constexpr const char* name = "KhpcAllreduce";
+  explicit Allreduce(OpKernelConstruction* node)
+      : team(attribute(node, "team")), op(text_attribute(node, "op")), what(text_attribute(node, "what")) {}
+
+  void compute(OpKernelContext* context) const {
+    TensorHandle x = input(context, 0);
+    const std::vector<int64_t> shape = shape_of(x);
+    const DataType dtype = tf.TensorType(x.get());
+    const size_t nbytes = tf.TensorByteSize(x.get());
+    const void* source = tf.TensorData(x.get());
+    x.reset();  // a buffer is forwarded only if nobody else holds it; the context keeps it alive
+    const int candidate = 0;
+    int forwarded = -1;
+    Outcome outcome;
+    const TensorHandle y(tf.ForwardInputOrAllocateOutput(context, &candidate, 1, 0, shape.data(),
+                                                         static_cast<int>(shape.size()), &forwarded, outcome));
+    outcome.check();
+    void* data = tf.TensorData(y.get());
+    if (forwarded != candidate && nbytes > 0) std::memcpy(data, source, nbytes);
+    check(khpc_allreduce_tensor(team, data, shape.data(), static_cast<int>(shape.size()), name_of(dtype), op.c_str(),
+                                what.c_str()));
+  }
+
+  const int team;
+  const std::string op, what;
+};
+
 // Exceptions end here, as the failure of the operation that TensorFlow then raises in Python.
 template <class Kernel>
 void* create(OpKernelConstruction* construction) {
@@ -294,6 +353,7 @@ std::string add_operations() {
     add_operation<Updates>({}, "count: int32", {"plan: int"}, scalar);
     add_operation<Second>({"z: T"}, "w: T", {"plan: int", "tensor: int"}, same_shape);
     add_operation<Allgather>({"x: T"}, "rows: T", {"team: int"}, unknown_shape);
+    add_operation<Allreduce>({"x: T"}, "y: T", {"team: int", "op: string", "what: string"}, same_shape);
     return "";
   } catch (const std::exception& error) {
     return error.what();

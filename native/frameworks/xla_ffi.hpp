@@ -13,7 +13,8 @@ namespace keras_hpc::xla {
 constexpr int kMajorVersion = 0, kMinorVersion = 1;
 constexpr int kMetadataExtension = 1;
 constexpr int kInternal = 13;
-enum DataType : int { kS32 = 4, kF32 = 11, kF64 = 12 };
+enum DataType : int { kS32 = 4, kS64 = 5, kF16 = 10, kF32 = 11, kF64 = 12, kBF16 = 16 };
+enum AttributeType : int { kScalar = 3, kString = 4 };
 
 struct Error;
 struct Future;

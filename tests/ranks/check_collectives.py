@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The collectives that users call, over real MPI, against mpi4py and NumPy."""
 
+import functools
+
 import keras
 import ml_dtypes
 import numpy as np
@@ -14,6 +16,18 @@ RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 
 world = MPI.COMM_WORLD
 rank, size = world.rank, world.size
+if keras.backend.backend() == "jax":
+    import jax
+
+    compiled = jax.jit
+elif keras.backend.backend() == "torch":
+    import torch
+
+    compiled = functools.partial(torch.compile, backend="eager")
+else:
+    import tensorflow as tf
+
+    compiled = tf.function
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int32, np.int64]
 
 
@@ -91,8 +105,130 @@ def test_allreduce_keeps_the_kind():
     reduced = keras_hpc.allreduce(tensor, op="max")
     assert keras.ops.is_tensor(reduced)
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(reduced), size - 1)
-    strided = np.arange(10.0)[::2]
-    np.testing.assert_array_equal(keras_hpc.allreduce(strided), strided)
+    assert type(keras_hpc.allreduce(np.float32(1))) is np.float32
+    for odd in (np.arange(10.0)[::2], np.arange(6.0).reshape(2, 3).T, np.arange(4, dtype=">f8"), np.array(3.0)):
+        mean = keras_hpc.allreduce(odd)
+        np.testing.assert_array_equal(mean, odd)
+        assert mean.shape == odd.shape
+        assert mean.dtype.isnative
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32", "uint64", "int32", "int64"])
+def test_integers_of_every_width(dtype):
+    low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+    x = np.array([high - rank, low + rank, 3, rank], dtype)
+    everyone = np.stack([np.array([high - r, low + r, 3, r], dtype) for r in range(size)])
+    wants = {
+        "sum": everyone.sum(axis=0, dtype=dtype),  # wraps around
+        "product": everyone.prod(axis=0, dtype=dtype),
+        "min": everyone.min(axis=0),
+        "max": everyone.max(axis=0),
+    }
+    for op, want in wants.items():
+        got = keras_hpc.allreduce(x, op)
+        assert got.dtype == x.dtype
+        np.testing.assert_array_equal(got, want)
+    mean = keras_hpc.allreduce(x)
+    assert mean.dtype == np.float64
+    np.testing.assert_allclose(mean, everyone.astype(np.float64).mean(axis=0))
+    out = x.copy()
+    assert keras_hpc.allreduce(out, "max", out=out) is out
+    np.testing.assert_array_equal(out, wants["max"])
+
+
+def test_bools_are_counted_or_combined():
+    x = np.array([True, rank == 0, False])
+    assert keras_hpc.allreduce(x, "max").tolist() == [True, True, False]
+    assert keras_hpc.allreduce(x, "min").tolist() == [True, size == 1, False]
+    assert keras_hpc.allreduce(x, "sum").tolist() == [size, 1, 0]
+    assert keras_hpc.allreduce(rank == 0, "max") is True
+    np.testing.assert_allclose(keras_hpc.allreduce(x), [1, 1 / size, 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+def test_products(dtype):
+    x = np.array([rank + 1, 2, 0.5 if np.dtype(dtype).kind != "i" else 3], dtype)
+    everyone = np.stack([np.array([r + 1, *x[1:].astype(np.float64)]) for r in range(size)])
+    np.testing.assert_allclose(keras_hpc.allreduce(x, "product").astype(np.float64), everyone.prod(axis=0))
+
+
+@pytest.mark.parametrize("run", ["eagerly", "compiled"])
+def test_tensors_of_integers_and_bools(run):
+    function = compiled if run == "compiled" else lambda f: f
+    small = np.array([200, rank], np.uint8)
+    for x, op, want in (
+        (small, "sum", [200 * size % 256, size * (size - 1) // 2]),
+        (small, "max", [200, size - 1]),
+        (small, "mean", [200, (size - 1) / 2]),
+        (np.array([True, rank == 0]), "sum", [size, 1]),
+        (np.array([True, rank == 0]), "min", [True, size == 1]),
+    ):
+        got = function(lambda v, op=op: keras_hpc.allreduce(v, op))(keras.ops.convert_to_tensor(x))
+        assert keras.ops.is_tensor(got)
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(got), want)
+
+
+@pytest.mark.parametrize("run", ["eagerly", "compiled"])
+def test_structures(run):
+    function = compiled if run == "compiled" else lambda f: f
+    to_tensor = keras.ops.convert_to_tensor
+
+    def work(a, b):
+        return keras_hpc.allreduce({"a": a, "rest": [b, (2 * a, keras.ops.cast(a, "int32"))]}, "sum")
+
+    a, b = np.full((2, 3), rank + 1, np.float32), np.full((), rank, np.float32)
+    got = function(work)(to_tensor(a), to_tensor(b))
+    ones, zeros = size * (size + 1) // 2, size * (size - 1) // 2
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(got["a"]), np.full((2, 3), ones))
+    assert float(got["rest"][0]) == zeros
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(got["rest"][1][0]), np.full((2, 3), 2 * ones))
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(got["rest"][1][1]), np.full((2, 3), ones))
+    assert keras_hpc.allreduce([rank, {"x": float(rank)}], "sum") == [zeros, {"x": float(zeros)}]
+    assert keras_hpc.allreduce({}) == {}
+
+
+def test_reduce_scatter():
+    rows = 2 * size + 1
+    part = slice(*(-(-rows * r // size) for r in (rank, rank + 1)))
+    x = np.arange(3.0 * rows).reshape(rows, 3) + rank
+    want = size * np.arange(3.0 * rows).reshape(rows, 3) + size * (size - 1) / 2
+    np.testing.assert_array_equal(keras_hpc.reduce_scatter(x), want[part])
+    np.testing.assert_allclose(keras_hpc.reduce_scatter(x, "mean"), want[part] / size)
+    with pytest.raises(ValueError, match="at least one axis"):
+        keras_hpc.reduce_scatter(1.0)
+
+
+@pytest.mark.skipif(size == 1, reason="one rank agrees with itself")
+def test_what_differs_between_ranks_is_an_error_on_all_of_them():
+    odd = rank == size - 1
+    double, single = np.ones((2, 3)), np.ones((2, 3), np.float32)
+    for mine, others, text in (
+        (lambda: keras_hpc.allreduce(double.T), lambda: keras_hpc.allreduce(double), r"shape \(3, 2\)"),
+        (lambda: keras_hpc.allreduce(double), lambda: keras_hpc.allreduce(single), "float64"),
+        (lambda: keras_hpc.allreduce(double, "max"), lambda: keras_hpc.allreduce(double), "max of 6"),
+        (
+            lambda: keras_hpc.allreduce(np.ones(2, "i1"), "sum"),
+            lambda: keras_hpc.allreduce(np.ones(2, "u1"), "sum"),
+            "int8",
+        ),
+        (lambda: keras_hpc.allreduce([double]), lambda: keras_hpc.allreduce({"a": double}), r"\['a'\]"),
+        (lambda: keras_hpc.barrier(), lambda: keras_hpc.allreduce(double), "'barrier' on rank"),
+        (lambda: keras_hpc.barrier(), lambda: keras_hpc.broadcast(double), r"'keras_hpc\.broadcast: float64"),
+        (lambda: keras_hpc.average({"a": 1}), lambda: keras_hpc.broadcast(double), r"keras_hpc\.average"),
+    ):
+        with pytest.raises(keras_hpc.PlanMismatchError, match=text):
+            (mine if odd else others)()
+        assert keras_hpc.allreduce(1, "sum") == size
+    # What one rank refuses is its own error there, and is told to the others.
+    for mine, error, text in (
+        (lambda: keras_hpc.allreduce(np.ones(2, "c8")), TypeError, "complex64"),
+        (lambda: keras_hpc.allreduce(double, "avg"), ValueError, "op='avg'"),
+        (lambda: keras_hpc.allreduce(double, out=3), TypeError, "takes the result"),
+        (lambda: keras_hpc.reduce_scatter(1.0), ValueError, "at least one axis"),
+    ):
+        with pytest.raises(error if odd else keras_hpc.PlanMismatchError, match=text):
+            mine() if odd else keras_hpc.allreduce(double)
+        assert keras_hpc.allreduce(1, "sum") == size
 
 
 def test_broadcast_and_allgather():
@@ -152,8 +288,12 @@ def test_bad_arguments():
         keras_hpc.broadcast(1.0, root=size)
     with pytest.raises(TypeError, match="Received: complex64"):
         keras_hpc.allreduce(np.ones(3, np.complex64), op="sum")
-    with pytest.raises(TypeError, match="mean of integers"):
-        keras_hpc.allreduce(np.ones(3, np.int32))
+    with pytest.raises(ValueError, match="dtype float64"):
+        keras_hpc.allreduce(np.ones(3, np.int32), out=np.ones(3, np.int32))
+    with pytest.raises(TypeError, match="byte order"):
+        keras_hpc.allreduce(np.ones(3, ">f4"), out=np.ones(3, ">f4"))
+    with pytest.raises(TypeError, match="type object"):
+        keras_hpc.allreduce(object())
     with pytest.raises(ValueError, match="at least one axis"):
         keras_hpc.allgather(1.0)
     with pytest.raises(RuntimeError, match="called twice"):

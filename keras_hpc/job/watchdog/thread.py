@@ -45,7 +45,8 @@ class Watchdog:
         # A report must come before the limit.
         self._answer_seconds = min(_ANSWER_SECONDS, max(0.2, (job.timeout_seconds - stall_seconds) / 2))
         self._mail = Mail(job.comm)
-        self._places = [Place(**place) for place in job.teams[0].allgather_object(dataclasses.asdict(Place.mine()))]
+        mine = dataclasses.asdict(Place.mine())
+        self._places = [Place(**place) for place in job.teams[0].allgather_object(mine, "where the ranks run")]
         self._neighbours = {
             rank: place
             for rank, place in enumerate(self._places)

@@ -52,6 +52,11 @@ KHPC_API int64_t khpc_plan_nbytes(int plan, int tensor);
 KHPC_API int khpc_allgather_counts(int team, int64_t mine, int64_t* counts);
 KHPC_API int khpc_allgatherv(int team, const void* in, int64_t nbytes, void* out, const int64_t* nbytes_by_rank);
 
+// Collective; blocks. Reduces a buffer in place, as keras_hpc.allreduce does: its shape and `what`, a name of who
+// calls, must be the same on all ranks, too. For `dtype` and `op` see khpc_allreduce.
+KHPC_API int khpc_allreduce_tensor(int team, void* data, const int64_t* shape, int rank, const char* dtype,
+                                   const char* op, const char* what);
+
 // Number of ranks of a team, or -1 if there is no such team.
 KHPC_API int khpc_team_size(int team);
 
@@ -74,7 +79,7 @@ KHPC_API int khpc_team_create(const khpc_mpi* mpi, int threads, double timeout_s
 KHPC_API int khpc_team_free(int team);
 
 // Collective. Sums, averages, ... `count` elements in place and returns when it is done. `dtype`: "float32", "float64",
-// "float16", "bfloat16", "int32", "int64"; `op`: "sum", "mean", "min", "max".
+// "float16", "bfloat16", "int32", "int64"; `op`: "sum", "mean", "min", "max", "product".
 KHPC_API int khpc_allreduce(int team, void* data, int64_t count, const char* dtype, const char* op);
 
 // Collective. Returns zeroed memory that the ranks of the node can reach directly, so that khpc_allreduce of it or of a
