@@ -5,7 +5,7 @@ The only file that changes Keras' trainer, its iterator over data and its list o
 
 1. `fit` drops the callbacks that only the first rank runs (`root_only`).
 2. Keras opens the data: an `EpochIterator` gets this rank's part (`data.sharding`).
-3. Keras makes the step function: it counts its samples (`step`), starts reductions early (`early_start`).
+3. Keras makes the step function (`step_functions`): it counts its samples, and starts reductions early on PyTorch.
 4. `on_train_begin`: a `Checkpoint` finds where to go on, callbacks restore what they have saved; ranks agree on the
    epoch and on whether a callback may end training after any batch, and start with equal replicas (`replicas`).
 5. The first step makes equal what only a step builds. Each step reduces in `Optimizer.apply` (`optimizer`).
@@ -17,18 +17,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_hpc.job import current, meter, resources, trace
+from keras_hpc.job import current, meter, resources
 from keras_hpc.keras_hooks import (
     building,
     delayed,
-    early_start,
     keras_private,
     losses,
     metrics,
@@ -36,7 +34,7 @@ from keras_hpc.keras_hooks import (
     root_only,
     running,
     seeds,
-    step,
+    step_functions,
 )
 from keras_hpc.keras_hooks.checkpoint.session import Session
 from keras_hpc.keras_hooks.data import predicting, sharding
@@ -47,16 +45,16 @@ Method = Callable[..., Any]
 def install(job: Any, patcher: Any) -> None:
     """Hooks the backend's trainer, the iterator over data and the list of callbacks."""
     trainer = keras_private.backend_trainer()
-    base = keras_private.get("keras.src.trainers.trainer:Trainer")
-    iterator = keras_private.get("keras.src.trainers.epoch_iterator:EpochIterator")
+    base = keras_private.get(keras_private.TRAINER)
+    iterator = keras_private.get(keras_private.EPOCH_ITERATOR)
     callbacks = keras.callbacks.CallbackList
     patcher.patch(trainer, "fit", _fit)
     patcher.patch(trainer, "evaluate", _evaluate)
     patcher.patch(trainer, "predict", _predict)
     patcher.patch(trainer, "train_on_batch", _train_on_batch)
     patcher.patch(trainer, "test_on_batch", _test_on_batch)
-    patcher.patch(trainer, "make_train_function", functools.partial(_make_function, "train"))
-    patcher.patch(trainer, "make_test_function", functools.partial(_make_function, "test"))
+    patcher.patch(trainer, "make_train_function", functools.partial(step_functions.make_function, "train"))
+    patcher.patch(trainer, "make_test_function", functools.partial(step_functions.make_function, "test"))
     patcher.patch(base, "_get_metrics_result_or_logs", _epoch_logs)
     patcher.patch(iterator, "__init__", _open_data)
     patcher.patch(iterator, "_enumerate_iterator", _steps_of_epoch)
@@ -64,7 +62,7 @@ def install(job: Any, patcher: Any) -> None:
     patcher.patch(callbacks, "on_train_batch_end", _on_train_batch_end)
     patcher.patch(callbacks, "on_epoch_end", _on_epoch_end)
     if keras.backend.backend() == "tensorflow":
-        patcher.patch(base, "_resolve_auto_jit_compile", _without_xla)
+        patcher.patch(base, "_resolve_auto_jit_compile", step_functions.without_xla)
 
 
 def uninstall(job: Any) -> None:
@@ -254,91 +252,6 @@ def _steps_of_epoch(original: Method) -> Method:
     return _enumerate_iterator
 
 
-# ---- steps
-
-
-def _make_function(kind: str, original: Method) -> Method:
-    """Makes step functions from a step that knows its batch size; makes them anew where the mode has changed."""
-
-    @functools.wraps(original)
-    def make_function(self: Any, force: bool = False) -> Any:
-        mode = step.mode_of(kind, self)
-        modes = current.job().known.model(self).step_modes
-        held = getattr(self, f"{kind}_function")
-        force = force or (held is not None and modes.get(kind, step.PLAIN) != mode)
-        modes[kind] = mode
-        if not mode.active:
-            return original(self, force=force)
-        _refuse_xla(self)
-        wrap = functools.partial(step.wrap, self, kind, mode)
-        if keras.backend.backend() == "torch":  # whose functions look the step up whenever they run
-            original(self, force=force)
-        else:
-            _with_step(self, f"{kind}_step", wrap, lambda: original(self, force=force))
-        made = getattr(self, f"{kind}_function")
-        if made is not held or force:
-            if keras.backend.backend() == "torch":
-                made = wrap(early_start.wrap(self, made) if kind == "train" else made)
-            setattr(self, f"{kind}_function", _first_step(self, kind, made))
-        return None
-
-    return make_function
-
-
-def _with_step(model: Any, name: str, wrap: Callable[[Method], Method], work: Callable[[], Any]) -> None:
-    """Does `work` while the model's step is wrapped."""
-    own = vars(model).get(name)
-    # In the instance, past Keras' tracking of attributes, for as long as Keras picks it up.
-    vars(model)[name] = wrap(getattr(model, name))
-    try:
-        work()
-    finally:
-        if own is None:
-            del vars(model)[name]
-        else:
-            vars(model)[name] = own
-
-
-def _first_step(model: Any, kind: str, function: Method) -> Method:
-    """Returns a step function that builds and synchronizes what is not built before its first step."""
-    reference = weakref.ref(model)  # the model holds the function
-
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
-        owner: Any = reference()
-        if kind == "train":
-            replicas.mark_statistics_local(owner)
-        if hasattr(args[-1], "element_spec") and not replicas.was_synchronized(owner):
-            building.build(owner, args[-1].element_spec)
-            if kind == "train":
-                building.trace(owner, owner.train_step, args[-1].element_spec)
-            _synchronize(owner, running.call())
-        with trace.step(f"{owner.name} {kind}"):
-            results = function(*args)
-        if kind == "train":
-            meter.after_step()
-            replicas.after_step(owner, results)
-        return results
-
-    return run
-
-
-def _without_xla(original: Method) -> Method:
-    @functools.wraps(original)
-    def _resolve_auto_jit_compile(self: Any) -> Any:
-        return False if current.active() else original(self)
-
-    return _resolve_auto_jit_compile
-
-
-def _refuse_xla(model: Any) -> None:
-    """Turns XLA off on TensorFlow, which would have to leave its compiled program at each exchange."""
-    if keras.backend.backend() == "tensorflow" and model.jit_compile:
-        current.notice(f"model `{model.name}`: jit_compile=True is not available on several ranks, using False")
-        current.job().known.model(model).jit_compile = model.jit_compile
-        model.jit_compile = False
-
-
 # ---- callbacks
 
 
@@ -390,14 +303,7 @@ def _begin_together(call: running.Call, callbacks: Any) -> None:
         if keras.backend.backend() == "torch" and not replicas.differ_in_kind(model):
             replicas.synchronize(model)
     else:
-        _synchronize(model, call)
-
-
-def _synchronize(model: Any, call: running.Call | None) -> None:
-    """Give all ranks the root's variables of a model that is built. Collective."""
-    replicas.synchronize(model)
-    if call is not None and call.kind == "fit" and current.job().batch == "global" and current.job().size > 1:
-        losses.find_sums(model, call.adapter)
+        step_functions.synchronize(model)
 
 
 def _check_all_have_a_checkpoint(call: running.Call) -> None:

@@ -16,9 +16,18 @@ import keras
 
 VERSIONS = "3.10 to 3.15"  # that it was seen in
 
-_OPTIMIZER = "keras.src.optimizers.base_optimizer:BaseOptimizer"
-_LOSS_SCALE = "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer"
-_TRAINER = "keras.src.trainers.trainer:Trainer"
+# Names that other files ask for.
+OPTIMIZER = "keras.src.optimizers.base_optimizer:BaseOptimizer"
+LOSS_SCALE_OPTIMIZER = "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer"
+TRAINER = "keras.src.trainers.trainer:Trainer"
+EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
+IS_DEFAULT = "keras.src.utils.python_utils:is_default"
+ORBAX_CHECKPOINT = "keras.src.callbacks.orbax_checkpoint:OrbaxCheckpoint"
+GLOBAL_SEED_GENERATOR_OF = "keras.src.random.seed_generator:global_seed_generator"
+IN_STATELESS_SCOPE = "keras.src.backend.common.stateless_scope:in_stateless_scope"
+LOSSES = "keras.src.losses.loss"
+APPLY_MASK = f"{LOSSES}:apply_mask"
+
 _LAYER = "keras.src.layers.layer:Layer"
 _CALLBACKS = "keras.src.callbacks.callback_list:CallbackList"
 BACKEND_TRAINERS = {
@@ -29,32 +38,32 @@ BACKEND_TRAINERS = {
 
 # Names are `module:attribute`, the attribute may be dotted.
 REQUIRED = [
-    f"{_OPTIMIZER}.__init__",
-    f"{_OPTIMIZER}.apply",
-    f"{_OPTIMIZER}._clip_gradients",
-    f"{_LOSS_SCALE}.apply",
-    f"{_LOSS_SCALE}.stateless_apply",
-    f"{_LOSS_SCALE}.check_finite",
+    f"{OPTIMIZER}.__init__",
+    f"{OPTIMIZER}.apply",
+    f"{OPTIMIZER}._clip_gradients",
+    f"{LOSS_SCALE_OPTIMIZER}.apply",
+    f"{LOSS_SCALE_OPTIMIZER}.stateless_apply",
+    f"{LOSS_SCALE_OPTIMIZER}.check_finite",
     "keras.src.layers.normalization.batch_normalization:BatchNormalization._moments",
-    f"{_TRAINER}._get_metrics_result_or_logs",
-    f"{_TRAINER}._resolve_auto_jit_compile",
-    f"{_TRAINER}._aggregate_additional_loss",
-    f"{_TRAINER}._symbolic_build",
+    f"{TRAINER}._get_metrics_result_or_logs",
+    f"{TRAINER}._resolve_auto_jit_compile",
+    f"{TRAINER}._aggregate_additional_loss",
+    f"{TRAINER}._symbolic_build",
     f"{_LAYER}._flatten_layers",
     f"{_CALLBACKS}.on_train_begin",
     f"{_CALLBACKS}.on_epoch_end",
     f"{_CALLBACKS}.on_train_batch_end",
-    "keras.src.trainers.epoch_iterator:EpochIterator.__init__",
-    "keras.src.trainers.epoch_iterator:EpochIterator._enumerate_iterator",
+    f"{EPOCH_ITERATOR}.__init__",
+    f"{EPOCH_ITERATOR}._enumerate_iterator",
     "keras.src.models.model:Model.load_weights",
-    "keras.src.losses.loss:reduce_weighted_values",
-    "keras.src.losses.loss:apply_mask",
-    "keras.src.random.seed_generator:global_seed_generator",
+    f"{LOSSES}:reduce_weighted_values",
+    APPLY_MASK,
+    GLOBAL_SEED_GENERATOR_OF,
     "keras.src.backend.common.global_state:get_global_attribute",
     "keras.src.backend.common.global_state:set_global_attribute",
     "keras.src.layers.layer:CallContext",
-    "keras.src.backend.common.stateless_scope:in_stateless_scope",
-    "keras.src.utils.python_utils:is_default",
+    IN_STATELESS_SCOPE,
+    IS_DEFAULT,
 ]
 
 # The key under which Keras keeps the generator of `keras.random` functions without a seed.
@@ -70,12 +79,12 @@ OPTIONAL = {
 
 # Attributes of instances, with the method that must mention them.
 REQUIRED_ATTRIBUTES = {
-    f"{_OPTIMIZER}.__init__": ("_trainable_variables", "_iterations", "gradient_accumulation_steps"),
-    f"{_OPTIMIZER}.build": ("_accumulated_gradients",),
-    f"{_OPTIMIZER}._overwrite_variable_with_gradient": ("overwrite_with_gradient",),
-    f"{_LOSS_SCALE}.__init__": ("inner_optimizer",),
+    f"{OPTIMIZER}.__init__": ("_trainable_variables", "_iterations", "gradient_accumulation_steps"),
+    f"{OPTIMIZER}.build": ("_accumulated_gradients",),
+    f"{OPTIMIZER}._overwrite_variable_with_gradient": ("overwrite_with_gradient",),
+    f"{LOSS_SCALE_OPTIMIZER}.__init__": ("inner_optimizer",),
     "keras.src.backend.common.variables:Variable.__init__": ("_value",),
-    f"{_TRAINER}.__init__": ("_initial_epoch", "_compile_loss"),
+    f"{TRAINER}.__init__": ("_initial_epoch", "_compile_loss"),
     "keras.src.layers.layer:CallContext.__init__": ("entry_layer",),
     f"{_LAYER}._get_call_context": ("current_call_ctx",),
     f"{_LAYER}._initialize_tracker": ("_non_trainable_variables", "_seed_generators"),

@@ -93,14 +93,14 @@ def install(job: Any, patcher: Any) -> None:
 
         return _aggregate_additional_loss
 
-    trainer = keras_private.get("keras.src.trainers.trainer:Trainer")
+    trainer = keras_private.get(keras_private.TRAINER)
     patcher.patch(trainer, "_aggregate_additional_loss", add_up)
     patcher.patch(keras.losses.Loss, "__call__", remember)
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
         patcher.patch(tf.GradientTape, "gradient", _scaling_vectors)
-    patcher.patch(keras_private.module("keras.src.losses.loss"), "reduce_weighted_values", weigh)
+    patcher.patch(keras_private.module(keras_private.LOSSES), "reduce_weighted_values", weigh)
     patcher.patch(keras.metrics.Mean, "update_state", divide_step)
 
 
@@ -248,7 +248,7 @@ def _divisor(dtype: Any, sample_weight: Any, mask: Any, reduction: Any) -> Any:
             sample_weight = keras.ops.convert_to_tensor(sample_weight, dtype=dtype)
         if mask is not None:
             mask = keras.ops.convert_to_tensor(mask, dtype=dtype)
-        apply_mask = keras_private.get("keras.src.losses.loss:apply_mask")
+        apply_mask = keras_private.get(keras_private.APPLY_MASK)
         return keras.ops.sum(apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction))
     if reduction in ("sum_over_batch_size", "mean") and mask is not None:
         return keras.ops.sum(keras.ops.cast(mask, "float32"))

@@ -36,8 +36,8 @@ _applying = _Applying()
 
 def install(job: Any, patcher: Any) -> None:
     """Wraps every method that applies gradients, also of classes that the user defines later."""
-    base = keras_private.get("keras.src.optimizers.base_optimizer:BaseOptimizer")
-    loss_scale = keras_private.get("keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer")
+    base = keras_private.get(keras_private.OPTIMIZER)
+    loss_scale = keras_private.get(keras_private.LOSS_SCALE_OPTIMIZER)
     wrapped: set[type] = set()
 
     def wrap_class(owner: type) -> None:
@@ -370,7 +370,7 @@ def _make_equal(optimizer: Any, variables: list[Any], stateless: bool) -> None:
                     optimizer.build(variables)
                 replicas.synchronize_optimizer(optimizer, variables)
     elif model is None:
-        if stateless or keras_private.get("keras.src.backend.common.stateless_scope:in_stateless_scope")():
+        if stateless or keras_private.get(keras_private.IN_STATELESS_SCOPE)():
             replicas.check_equal(optimizer, optimizer._trainable_variables)
         else:
             replicas.synchronize_optimizer(optimizer, variables)

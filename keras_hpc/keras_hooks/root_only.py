@@ -51,7 +51,7 @@ def may_stop(callback: Any) -> bool:
     quiet = (*_writers(), keras.callbacks.SwapEMAWeights, LearningRateWarmup)
     if isinstance(callback, quiet) and type(callback).__module__.startswith(("keras.", "keras_hpc.")):
         return False
-    is_default = keras_private.get("keras.src.utils.python_utils:is_default")
+    is_default = keras_private.get(keras_private.IS_DEFAULT)
     return any(not is_default(getattr(callback, name)) for name in _BATCH_HOOKS)
 
 
@@ -103,7 +103,7 @@ def _without_writing(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _orbax() -> tuple[type, ...]:
-    found = keras_private.find("keras.src.callbacks.orbax_checkpoint:OrbaxCheckpoint")
+    found = keras_private.find(keras_private.ORBAX_CHECKPOINT)
     return () if found is None else (found,)
 
 

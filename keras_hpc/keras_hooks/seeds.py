@@ -122,7 +122,7 @@ def set_host_state(name: str, value: np.ndarray) -> None:
     elif name == "keras":
         keras_private.store(keras_private.GLOBAL_RANDOM_SEED, int(value[4]) if value[3] else None)
         if value[0]:
-            generator = keras_private.get("keras.src.random.seed_generator:global_seed_generator")()
+            generator = keras_private.get(keras_private.GLOBAL_SEED_GENERATOR_OF)()
             generator.state.assign(value[1:3].astype(keras.backend.standardize_dtype(generator.state.dtype)))
         else:
             keras_private.store(keras_private.GLOBAL_SEED_GENERATOR, None)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the functions that run a model's steps: they know their batch size, and begin with equal replicas."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_hpc.job import current, meter, trace
+from keras_hpc.keras_hooks import building, early_start, losses, replicas, running, step
+
+Method = Callable[..., Any]
+
+
+def make_function(kind: str, original: Method) -> Method:
+    """Wraps `make_train_function` and `make_test_function`: their step knows its batch size.
+
+    Where the mode has changed, they make the function anew.
+    """
+
+    @functools.wraps(original)
+    def make_function(self: Any, force: bool = False) -> Any:
+        mode = step.mode_of(kind, self)
+        modes = current.job().known.model(self).step_modes
+        held = getattr(self, f"{kind}_function")
+        force = force or (held is not None and modes.get(kind, step.PLAIN) != mode)
+        modes[kind] = mode
+        if not mode.active:
+            return original(self, force=force)
+        _refuse_xla(self)
+        wrap = functools.partial(step.wrap, self, kind, mode)
+        if keras.backend.backend() == "torch":  # whose functions look the step up whenever they run
+            original(self, force=force)
+        else:
+            _with_step(self, f"{kind}_step", wrap, lambda: original(self, force=force))
+        made = getattr(self, f"{kind}_function")
+        if made is not held or force:
+            if keras.backend.backend() == "torch":
+                made = wrap(early_start.wrap(self, made) if kind == "train" else made)
+            setattr(self, f"{kind}_function", _first_step(self, kind, made))
+        return None
+
+    return make_function
+
+
+def _with_step(model: Any, name: str, wrap: Callable[[Method], Method], work: Callable[[], Any]) -> None:
+    """Does `work` while the model's step is wrapped."""
+    own = vars(model).get(name)
+    # In the instance, past Keras' tracking of attributes, for as long as Keras picks it up.
+    vars(model)[name] = wrap(getattr(model, name))
+    try:
+        work()
+    finally:
+        if own is None:
+            del vars(model)[name]
+        else:
+            vars(model)[name] = own
+
+
+def _first_step(model: Any, kind: str, function: Method) -> Method:
+    """Returns a step function that builds and synchronizes what is not built before its first step."""
+    reference = weakref.ref(model)  # the model holds the function
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        owner: Any = reference()
+        if kind == "train":
+            replicas.mark_statistics_local(owner)
+        if hasattr(args[-1], "element_spec") and not replicas.was_synchronized(owner):
+            building.build(owner, args[-1].element_spec)
+            if kind == "train":
+                building.trace(owner, owner.train_step, args[-1].element_spec)
+            synchronize(owner)
+        with trace.step(f"{owner.name} {kind}"):
+            results = function(*args)
+        if kind == "train":
+            meter.after_step()
+            replicas.after_step(owner, results)
+        return results
+
+    return run
+
+
+def without_xla(original: Method) -> Method:
+    """Wraps the choice of `jit_compile="auto"` on TensorFlow: no XLA where ranks communicate."""
+
+    @functools.wraps(original)
+    def _resolve_auto_jit_compile(self: Any) -> Any:
+        return False if current.active() else original(self)
+
+    return _resolve_auto_jit_compile
+
+
+def _refuse_xla(model: Any) -> None:
+    """Turns XLA off on TensorFlow, which would have to leave its compiled program at each exchange."""
+    if keras.backend.backend() == "tensorflow" and model.jit_compile:
+        current.notice(f"model `{model.name}`: jit_compile=True is not available on several ranks, using False")
+        current.job().known.model(model).jit_compile = model.jit_compile
+        model.jit_compile = False
+
+
+def synchronize(model: Any) -> None:
+    """Give all ranks the root's variables of a model that is built, in the running call. Collective."""
+    replicas.synchronize(model)
+    call = running.call()
+    if call is not None and call.kind == "fit" and current.job().batch == "global" and current.job().size > 1:
+        losses.find_sums(model, call.adapter)
