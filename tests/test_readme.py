@@ -62,7 +62,8 @@ def test_block(page, language, code, tmp_path):
     else:
         first = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
         (tmp_path / "train.py").write_text(first)
-        (tmp_path / "examples").symlink_to(ROOT / "examples")
+        for name in ("examples", "benchmarks"):
+            (tmp_path / name).symlink_to(ROOT / name)
         command = code
     # What does not say on which backend it runs, does so where it takes least.
     done = _run(command, folder, {"docs": "jax", "examples/cnn": "torch"}.get(str(Path(page).parent), "tensorflow"))
