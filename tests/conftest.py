@@ -20,6 +20,25 @@ def pytest_addoption(parser):
     parser.addoption("--every-mpi", action="store_true", help="train with every MPI, started by mpiexec and by srun")
 
 
+# What takes longest begins first, or one worker would wait for the other at the end. Others begin by their number of
+# tests, which says nothing of how long these take.
+LONG = [
+    *(f"tests/test_ranks.py {job}" for job in ("tensorflow-2", "jax-2", "torch-2")),
+    "tests/test_readme.py",
+    "tests/test_failures.py",
+    "tests/test_idioms.py",
+    "tests/test_examples.py",
+    *(f"tests/test_ranks.py {job}" for job in ("jax-3", "tensorflow-3", "torch-3")),
+    "tests/cluster/test_slurm.py",
+    "tests/cluster/test_mpich_network.py",
+    "tests/cluster/test_mpis.py",
+    "tests/test_doctor.py",
+    "tests/test_watchdog.py",
+    "tests/test_bench.py",
+    "tests/test_sanitizer.py",
+]
+
+
 class ByJob(LoadScopeScheduling):
     """Leaves the tests of a file to one worker; those of test_ranks.py that share a backend and a number of ranks."""
 
@@ -27,6 +46,13 @@ class ByJob(LoadScopeScheduling):
         file, _, test = nodeid.partition("::")
         job = re.search(r"-(\w+-\d)\]$", test) if file.endswith("test_ranks.py") else None
         return f"{file} {job[1]}" if job else file
+
+    def _assign_work_unit(self, node):
+        for scope in LONG:
+            if scope in self.workqueue:
+                self.workqueue.move_to_end(scope, last=False)
+                break
+        super()._assign_work_unit(node)
 
 
 def pytest_xdist_make_scheduler(config, log):
@@ -57,7 +83,10 @@ def run_ranks() -> RunRanks:
         **options: Path,
     ) -> Run:
         command = [sys.executable, *map(str, args)]
-        done = launch(n, command, timeout=timeout, env=child_environment(backend, env), mpi=mpi, **options)
+        # Examples and benchmarks draw charts, and show that it works with all that is installed.
+        lean = not (args[0] == "-m" and str(args[1]).startswith(("examples", "benchmarks")))
+        environment = child_environment(backend, env, lean)
+        done = launch(n, command, timeout=timeout, env=environment, mpi=mpi, **options)
         report = f"{n} ranks, {backend}: {' '.join(map(str, args))}\n{_tail(done.output)}"
         if done.returncode is None:
             pytest.fail(f"still running after {timeout} s, ended by the test: {report}", pytrace=False)

@@ -23,7 +23,9 @@ TOKEN = "KERAS_HPC_TEST_TOKEN"
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
-    "TF_NUM_INTEROP_THREADS": "1",
+    # Not one: TensorFlow may then compute all kernels' gradients after backward has gone through all layers, and two
+    # teams need more than one. It is what init() sets for two teams.
+    "TF_NUM_INTEROP_THREADS": "3",
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "CUDA_VISIBLE_DEVICES": "",
     # More than half of the time of a JAX test is compiling small models well.
@@ -57,10 +59,17 @@ class Run:
     leaked_processes: tuple[int, ...]
 
 
-def child_environment(backend: str = "tensorflow", extra: dict[str, str] | None = None) -> dict[str, str]:
-    """The environment of a rank: ours without what a surrounding job has set, one thread, the wanted backend."""
+def child_environment(
+    backend: str = "tensorflow", extra: dict[str, str] | None = None, lean: bool = False
+) -> dict[str, str]:
+    """The environment of a rank: ours without what a surrounding job has set, one thread, the wanted backend.
+
+    `lean`: without packages that frameworks import only because they are here; see tests/lean.
+    """
     outer = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_", "HYDRA_", "KERAS_", "KHPC_")
     env = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
+    if lean:
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "tests" / "lean"), env.get("PYTHONPATH"))))
     return env | ENVIRONMENT | {"KERAS_BACKEND": backend} | (extra or {})
 
 

@@ -39,6 +39,7 @@ def test_study_of_the_gan_compares_like_with_like(run_ranks, tmp_path):
     assert all((tmp_path / name).exists() for name in pages)
 
 
+@pytest.mark.soak
 def test_notebook_of_the_gan(monkeypatch, tmp_path):
     import nbclient
     import nbformat

@@ -35,7 +35,7 @@ def faults(backend, **arguments):
     command = [sys.executable, "-c", TRAIN]
     done = subprocess.run(
         command,
-        env=child_environment(backend, {"ARGUMENTS": json.dumps(arguments)}),
+        env=child_environment(backend, {"ARGUMENTS": json.dumps(arguments)}, lean=True),
         capture_output=True,
         text=True,
         timeout=120,

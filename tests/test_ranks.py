@@ -1,8 +1,10 @@
 """Runs every tests/ranks/check_*.py on several ranks and all backends.
 
 A check file may say by module constants what it is run with, `RANKS = {"tensorflow": (1, 2), "jax": (3,)}`,
-`TIMEOUT = 300`, and may set `ENV = {"NAME": "value"}` for its ranks. Files that are run alike share a job, because half
-of a short one is starting frameworks, unless they say `ALONE = True`. `pytest --all-ranks` runs each on 1 to 4 ranks.
+`TIMEOUT = 300`, and may set `ENV = {"NAME": "value"}` for its ranks. `SOAK` is as `RANKS`, for `make soak`: backends on
+which a file, or its tests with `enough_on`, find little more. Files that are run alike share a job, because half of a
+short one is starting frameworks, unless they say `ALONE = True`; there they come by `ORDER`, then by name.
+`pytest --all-ranks` runs each on 1 to 4 ranks.
 """
 
 import ast
@@ -20,9 +22,11 @@ CHECKS = sorted(FOLDER.glob("check_*.py"))
 # Every rank starts a framework, on what may be 2 cores: more ranks where they can find something more.
 DEFAULTS: dict[str, Any] = {
     "RANKS": {"tensorflow": (2,), "jax": (2,), "torch": (2,)},
+    "SOAK": {},
     "TIMEOUT": 300,
     "ENV": {},
     "ALONE": False,
+    "ORDER": 0,
 }
 
 
@@ -59,12 +63,19 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def pytest_generate_tests(metafunc):
     cases = []
-    for path in CHECKS:
+    everything = metafunc.config.getoption("all_ranks")
+    for path in sorted(CHECKS, key=lambda path: (_settings(path)["ORDER"], path)):
         settings = _settings(path)
-        for backend, counts in settings["RANKS"].items():
-            for n in (1, 2, 3, 4) if metafunc.config.getoption("all_ranks") else counts:
-                kind = Kind(backend, n, tuple(settings["ENV"].items()), path.stem if settings["ALONE"] else "")
-                cases.append(pytest.param(path, kind, id=f"{path.stem.removeprefix('check_')}-{backend}-{n}"))
+        for soak in (False, True):
+            for backend, counts in settings["SOAK" if soak else "RANKS"].items():
+                if everything and soak and backend in settings["RANKS"]:
+                    continue
+                env = settings["ENV"] | ({"TESTS_SOAK": "1"} if soak or everything else {})
+                for n in (1, 2, 3, 4) if everything else counts:
+                    kind = Kind(backend, n, tuple(env.items()), path.stem if settings["ALONE"] else "")
+                    label = f"{path.stem.removeprefix('check_')}{'-soak' * soak}-{backend}-{n}"
+                    marks = [pytest.mark.soak] if soak and not everything else []
+                    cases.append(pytest.param(path, kind, id=label, marks=marks))
     metafunc.parametrize(("path", "kind"), cases)
 
 

@@ -42,8 +42,9 @@ def _blocks():
                 yield pytest.param(page, language, code, id=f"{page}: block {number}")
 
 
-def _run(command, folder, backend):
-    env = child_environment(backend, {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"})
+def _run(command, folder, backend, lean):
+    path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    env = child_environment(backend, path, lean)
     return launch(1, ["bash", "-c", command], timeout=240, env=env, cwd=folder, mpi=False)
 
 
@@ -66,7 +67,11 @@ def test_block(page, language, code, tmp_path):
             (tmp_path / name).symlink_to(ROOT / name)
         command = code
     # What does not say on which backend it runs, does so where it takes least.
-    done = _run(command, folder, {"docs": "jax", "examples/cnn": "torch"}.get(str(Path(page).parent), "tensorflow"))
+    # With all that is installed: the first page, and the examples, which draw.
+    lean = page.startswith("docs/")
+    done = _run(
+        command, folder, {"docs": "jax", "examples/cnn": "torch"}.get(str(Path(page).parent), "tensorflow"), lean
+    )
     assert done.returncode == 0, done.output
     assert done.leaked_processes == ()
 

@@ -68,7 +68,7 @@ def python_and_environment(mpi, tmp_path_factory):
     own = next(folder.glob("lib/python*/site-packages"))
     here = next(Path(sys.prefix).glob("lib/python*/site-packages"))
     (own / "packages.pth").write_text(f"import site; site.addsitedir({str(here)!r})\n")
-    environment = child_environment("jax", {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"})
+    environment = child_environment("jax", {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}, lean=True)
     del environment["PRTE_MCA_rmaps_default_mapping_policy"]  # it would put all ranks on the first host
     if mpi.wheel:
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", str(python)]
@@ -95,7 +95,7 @@ def slurm(tmp_path):
     def run(hosts, command, *, status=0, timeout=240, python=sys.executable, env=None, must_end=True):
         path = {"PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"}
         words = [sys.executable, str(FOLDER / "with_slurm.py"), str(hosts), "bash", "-c", command]
-        everything = child_environment("jax", path | (env or {}))
+        everything = child_environment("jax", path | (env or {}), lean=True)
         done = launch(1, words, timeout=timeout, env=everything, cwd=tmp_path, mpi=False)
         if done.returncode == CANNOT:
             pytest.skip(done.output.strip())
@@ -113,7 +113,7 @@ def slurm(tmp_path):
 def one_rank(tmp_path_factory):
     report = tmp_path_factory.mktemp("one") / "report.json"
     words = [sys.executable, str(FOLDER / "train.py"), str(report)]
-    done = launch(1, words, timeout=120, env=child_environment("jax"), mpi=False)
+    done = launch(1, words, timeout=120, env=child_environment("jax", lean=True), mpi=False)
     assert done.returncode == 0, done.output
     return json.loads(report.read_text())
 

@@ -12,8 +12,6 @@ import keras_hpc
 from keras_hpc import _native
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
-# With one thread, TensorFlow may compute all kernels' gradients after backward has gone through all layers.
-ENV = {"TF_NUM_INTEROP_THREADS": "3"}  # as the checks of teams, to share a job with them
 LAYERS, UNITS, BATCH, STEPS = 6, 512, 192, 12  # a kernel fills a bucket
 
 BACKEND = keras.backend.backend()

@@ -9,10 +9,12 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from keras_cases import Parts, assert_close, assert_identical, data, dense, job, values
+from keras_cases import Parts, assert_close, assert_identical, data, dense, enough_on, job, values
 
 import keras_hpc
 from keras_hpc.job import current
+
+SOAK = {"tensorflow": (2,), "jax": (2,)}  # for what is enough on PyTorch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -221,6 +223,7 @@ def test_restored_epoch_and_weights_reach_all(folder):
     assert len(stopped) == len(values(again))
 
 
+@enough_on("torch")
 def test_files_are_written_by_rank_0_only(folder):
     made = []
     best = Path(f"{folder}/best{job().rank}.keras")
@@ -242,6 +245,7 @@ def test_files_are_written_by_rank_0_only(folder):
     keras_hpc.check_replicas(model)
 
 
+@enough_on("torch")
 def test_reporters_run_on_rank_0_only():
     seen = []
 
@@ -256,6 +260,7 @@ def test_reporters_run_on_rank_0_only():
     assert seen == (["tqdm.keras", "wandb.keras", "script", "plot"] if job().rank == 0 else ["script"])
 
 
+@enough_on("torch")
 def test_a_model_that_all_ranks_save_is_whole_and_there(folder):
     model = compiled(dense())
     train(model)
@@ -271,6 +276,7 @@ def test_a_model_that_all_ranks_save_is_whole_and_there(folder):
     assert written == {"all.keras", "all.weights.h5", "other.keras"}, "nothing half-written is left"
 
 
+@enough_on("torch")
 def test_a_model_that_cannot_be_saved_is_an_error_on_all_ranks(folder):
     model = compiled(dense())
     model.build((None, 6))
@@ -283,6 +289,7 @@ def test_checkpoint_within_an_epoch_does_not_hang(folder):
     train(normalized(), callbacks=[checkpoint])
 
 
+@enough_on("torch")
 def test_progress_is_shown_by_rank_0_only(capsys):
     model = compiled(dense())
     model.fit(Parts(*data()), epochs=1, verbose=2)
@@ -360,6 +367,7 @@ def test_accumulated_gradients_survive_a_second_fit():
     keras_hpc.check_replicas(model)
 
 
+@enough_on("torch")
 def test_different_models_are_refused():
     if job().size == 1:
         pytest.skip("needs two ranks")
@@ -370,6 +378,7 @@ def test_different_models_are_refused():
         train(compiled(model))
 
 
+@enough_on("torch")
 def test_other_names_are_not_other_models():
     if job().rank == 0:
         dense()  # so that Keras numbers the layers of rank 0 differently

@@ -15,7 +15,6 @@ import keras_hpc
 from keras_hpc import _native
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
-ENV = {"TF_NUM_INTEROP_THREADS": "3"}  # what init() sets for two teams
 FEATURES = 300
 
 is_jax = keras.backend.backend() == "jax"

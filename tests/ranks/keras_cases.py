@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the Keras checks share: data, models, this rank's part of a global batch, and the comparison with one rank."""
 
+import os
+
 import keras
 import numpy as np
+import pytest
 
 import keras_hpc
 
 SAMPLES, BATCH = 185, 24  # 8 steps an epoch; the last holds 17 samples
 TOLERANCE = 3e-6
+
+
+def enough_on(*backends):
+    """Marks a test that finds nothing more on other backends. `make soak` runs it there, too."""
+    everywhere = keras.backend.backend() in backends or os.environ.get("TESTS_SOAK")
+    return pytest.mark.skipif(not everywhere, reason="finds nothing more on this backend")
 
 
 def job():
