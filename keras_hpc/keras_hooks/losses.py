@@ -161,9 +161,12 @@ def find_sums(model: Any, adapter: Any) -> None:
             *_, losses = model.stateless_call(*values, x, training=True, return_losses=True)
         found.append(losses)
     for number, (once, twice) in enumerate(zip(*found, strict=True)):
-        if len(once.shape) > 0 or float(once) == 0:
+        if len(once.shape) > 0:
             continue
-        ratio = float(twice) / float(once)
+        first, second = (float(backends.current().to_numpy(loss)) for loss in (once, twice))
+        if first == 0:
+            continue
+        ratio = second / first
         tolerance = _NOISY if variables.seed_generators(model) else _TOLERANCE
         if abs(ratio - 1) > tolerance and abs(ratio - 2) > tolerance:
             _check_ratio(f"What a layer of model `{model.name}` gives to add_loss()", ratio)

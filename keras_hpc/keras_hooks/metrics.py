@@ -112,11 +112,25 @@ def _merge(metric: Any, team: Any) -> None:
     backend = backends.current()
     arrays = [backend.to_numpy(variable.value) for variable in metric.variables]
     everyone = [team.allgather(array[None]) for array in arrays]
-    others = [type(metric).from_config(metric.get_config()) for _ in range(team.size - 1)]
+    others = [_twin(metric) for _ in range(team.size - 1)]
     for rank, holder in enumerate([metric, *others]):
         for variable, values in zip(holder.variables, everyone, strict=True):
             backend.assign(variable, values[rank])
     metric.merge_state(others)
+
+
+def _twin(metric: Any) -> Any:
+    """Returns a metric with variables of its own, whatever arguments its class wants."""
+    fresh = {id(v): keras.Variable(v.value, dtype=v.dtype, trainable=False, name=v.name) for v in metric.variables}
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, list):
+            return [replaced(item) for item in value]
+        return fresh.get(id(value), value)
+
+    twin = object.__new__(type(metric))
+    vars(twin).update({name: replaced(value) for name, value in vars(metric).items()})
+    return twin
 
 
 def _leaves(metrics: Iterable[Any]) -> Iterator[Any]:

@@ -52,7 +52,9 @@ def share(team: Any) -> None:
     tensorflow = sys.modules.get("tensorflow")
     if team.rank == 0 and tensorflow is not None and _tensorflow_seed(tensorflow) is None:
         # Without a seed TensorFlow gives each process, and each `Dataset.shuffle`, an order of its own.
-        tensorflow.random.set_seed(random.Random(random.getrandbits(64)).getrandbits(31))
+        # The seed comes from Python's generator, which is not drawn from: a script draws what it draws on one rank.
+        state = hashlib.sha256(repr(random.getstate()).encode()).digest()
+        tensorflow.random.set_seed(int.from_bytes(state[:4], "little") >> 1)
     states = host_states()
     mine = {name: [array.dtype.name, list(array.shape)] for name, array in states.items()}
     theirs = team.allgather_object(mine, "keras_hpc.init()")[0]

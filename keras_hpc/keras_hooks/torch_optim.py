@@ -24,7 +24,7 @@ def _average(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Averages the gradients of an optimizer that is about to step. Collective."""
     if not current.active() or current.job().size == 1:
         return
-    if (args and args[0] is not None) or kwargs.get("closure") is not None:
+    if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:  # after `self`
         raise ValueError(
             "keras_hpc averages gradients before the step of a torch.optim optimizer, but with a closure they are "
             "computed inside of it. Call backward() first and step() without a closure. Received: "
