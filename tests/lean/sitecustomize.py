@@ -7,6 +7,6 @@ time in which a rank starts.
 import os
 import sys
 
-HIDDEN = ["sklearn", "matplotlib"] + (["jax"] if os.environ.get("KERAS_BACKEND", "jax") != "jax" else [])
+HIDDEN = ["sklearn", "matplotlib"] + (["jax"] if os.environ.get("KERAS_BACKEND") in ("tensorflow", "torch") else [])
 for name in HIDDEN:
     sys.modules[name] = None  # where Python looks first, whoever asks
