@@ -35,6 +35,7 @@ def _check_end(done):
         ("kill", []),
         ("segv", ["Segmentation fault", "on_train_batch_end"]),
         ("thread", ["ZeroDivisionError", "RuntimeError: boom on the last rank"]),
+        ("other-lengths", ["must make the same number of steps"]),
         # It waits elsewhere than the others; the first whose time is up ends the job.
         (
             "fewer-batches",

@@ -144,7 +144,7 @@ def test_custom_jax_step_with_two_independent_optimizers():
         from keras_hpc.keras_hooks import step as steps
 
         if not whole:
-            step = steps.wrap(model, "two", step, together=True, guard=False)
+            step = steps.wrap(model, "train", steps.Mode(True, True, False, 1), step)
         step = jax.jit(step)
         optimizers = [v.value for v in (*model.optimizer.variables, *model.other.variables)]
         state = [v.value for v in model.trainable_variables], [], optimizers, []

@@ -52,11 +52,15 @@ if how == "exit-outside-training":
     keras_hpc.allgather(np.ones(3))
 
 batches = 400
-if how == "fewer-batches" and failing:
+if how in ("fewer-batches", "other-lengths") and failing:
     batches = 7
 x = np.random.default_rng(0).normal(size=(4 * batches, 8)).astype("float32")
 y = x.sum(axis=1, keepdims=True)
 model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="first"), keras.layers.Dense(1, name="last")])
 model.compile("sgd", "mse")
+if how == "other-lengths":
+    sys.stdout.write(f"FAILS AT {time.time()}\n")
+if how == "fewer-batches":  # of a generator nobody knows the length before
+    model.fit(((x[i : i + 4], y[i : i + 4]) for i in range(0, len(x), 4)), epochs=1, callbacks=[Fail()], verbose=0)
 model.fit(x, y, batch_size=4, epochs=100, callbacks=[Fail()], verbose=0)
 sys.stdout.write("trained to the end\n")

@@ -80,7 +80,9 @@ def _constants(dataset: Any) -> list[Any]:
     """Returns the tensors that a pipeline begins with, and the seeds of its shuffles. Reads no element of it."""
     held = [*(getattr(dataset, "_tensors", None) or []), getattr(dataset, "_tensor", None)]
     seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
-    found = [np.asarray(x) for x in (*held, *seeds) if hasattr(x, "numpy")]
+    # Not what is ragged or sparse, which a pipeline holds as it likes.
+    plain = [x for x in (*held, *seeds) if hasattr(x, "numpy") and x.dtype.is_numpy_compatible]
+    found = [np.asarray(x) for x in plain]
     return found + [x for source in dataset._inputs() for x in _constants(source)]
 
 
