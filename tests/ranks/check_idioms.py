@@ -228,7 +228,7 @@ class Largest(keras.metrics.Metric):
         self.value = self.add_variable((), "zeros", name="value")
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        self.value.assign(ops.maximum(self.value, ops.max(ops.cast(y_true, self.value.dtype))))
+        self.value.assign(ops.maximum(self.value.value, ops.max(ops.cast(y_true, self.value.dtype))))
 
     def result(self):
         return self.value
@@ -237,7 +237,7 @@ class Largest(keras.metrics.Metric):
 class MergedLargest(Largest):
     def merge_state(self, metrics):
         for metric in metrics:
-            self.value.assign(ops.maximum(self.value, metric.value))
+            self.value.assign(ops.maximum(self.value.value, metric.value.value))
 
 
 def test_a_metric_that_says_how_to_merge_is_right(caplog):
@@ -447,3 +447,31 @@ def test_models_of_a_search_leave_nothing_behind():
         keras.backend.clear_session()
         gc.collect()
     assert counts[-1] <= counts[1]
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="steps of JAX hand their state on")
+def test_state_is_fetched_from_steps_as_often_as_by_keras(monkeypatch):
+    trainer = keras_private.backend_trainer()
+    original, fetched = trainer.jax_state_sync, []
+
+    def counting(self):
+        if getattr(self, "_jax_state", None) and not self._jax_state_synced:
+            fetched.append(1)
+        return original(self)
+
+    monkeypatch.setattr(trainer, "jax_state_sync", counting)
+
+    class Quiet(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            pass
+
+    def train():
+        fetched.clear()
+        model = dense()
+        model.compile("sgd", "mse")
+        model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[Quiet()])
+        return len(fetched)
+
+    together = train()
+    with keras_hpc.local():
+        assert together == train()
