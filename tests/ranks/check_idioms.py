@@ -231,7 +231,7 @@ class Largest(keras.metrics.Metric):
         self.value.assign(ops.maximum(self.value.value, ops.max(ops.cast(y_true, self.value.dtype))))
 
     def result(self):
-        return self.value
+        return ops.convert_to_tensor(self.value)
 
 
 class MergedLargest(Largest):
@@ -262,7 +262,7 @@ def test_aggregation_of_a_metrics_variable(aggregation):
             self.value.assign(ops.zeros(()) + 1.0 + job().rank)
 
         def result(self):
-            return self.value
+            return ops.convert_to_tensor(self.value)
 
     model = dense()
     model.compile("sgd", "mse", metrics=[Own()])
