@@ -111,6 +111,7 @@ def _assert_close(received, expected, tolerance, what):
 
 
 @pytest.mark.mpi
+@pytest.mark.soak  # several minutes; tests/ranks/check_idioms.py has what is most often met
 def test_idiom(path, backend, n, results_of):
     ranks = results_of(path, backend, n)
     tolerance = _settings(path)["TOLERANCE"]

@@ -13,14 +13,14 @@ class Largest(keras.metrics.Metric):
         self.value = self.add_weight(shape=(), initializer="zeros", name="value")
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        self.value.assign(ops.maximum(self.value, ops.max(y_pred)))
+        self.value.assign(ops.maximum(self.value.value, ops.max(y_pred)))
 
     def result(self):
         return self.value
 
     def merge_state(self, metrics):
         for metric in metrics:
-            self.value.assign(ops.maximum(self.value, metric.value))
+            self.value.assign(ops.maximum(self.value.value, metric.value.value))
 
 
 def main():

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-BACKENDS = ("torch",)
+BACKENDS = ("jax", "tensorflow")
 INIT = {"batch": "local"}
 
 
