@@ -12,6 +12,7 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.api import values
 from keras_hpc.api.collectives import _plain
+from keras_hpc.job import current
 from keras_hpc.job.current import team_number
 from keras_hpc.job.team import Team
 
@@ -177,6 +178,8 @@ def _broadcast(members: Team, x: Any, root: Any) -> Any:
         from keras_hpc.keras_hooks.variables import broadcast_variables
 
         broadcast_variables(members, variables, root)
+        if hasattr(x, "train_on_batch"):  # its optimizer follows with the next step, on all ranks
+            current.job().known.model(x).synchronized = None
         return x
     texts = [
         f"{place}: {values.name_of(arrays[i]) if i in arrays else 'a number, text or None'}".removeprefix(": ")

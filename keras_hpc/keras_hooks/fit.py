@@ -174,10 +174,9 @@ def _train_on_batch(original: Method) -> Method:
         with running.running_call(running.Call("train_on_batch", self, current.active())):
             if not current.active():
                 return original(self, *args, **kwargs)
-            # compile() and load_weights() make it so, perhaps on one rank alone.
-            unequal = np.array([self.train_function is None or not replicas.was_synchronized(self)], np.int64)
-            current.team_of(self).allreduce(unequal, "max")
-            if unequal[0]:
+            # compile(), load_weights() and broadcast() make it so, on all ranks: to ask each time would make ranks wait
+            # for each other at the beginning of every step, and undo what pipelined teams gain.
+            if self.train_function is None or not replicas.was_synchronized(self):
                 given = signature.bind(self, *args, **kwargs).arguments
                 batch = tuple(given.get(name) for name in ("x", "y", "sample_weight"))
                 building.build(self, keras.tree.map_structure(_with_shape, batch))
