@@ -16,7 +16,7 @@ class Largest(keras.metrics.Metric):
         self.value.assign(ops.maximum(self.value.value, ops.max(y_pred)))
 
     def result(self):
-        return self.value
+        return self.value.value
 
     def merge_state(self, metrics):
         for metric in metrics:
