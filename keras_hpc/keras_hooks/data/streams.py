@@ -13,11 +13,14 @@ from keras_hpc.keras_hooks.data.arrays import digest
 from keras_hpc.keras_hooks.data.partition import Shard, deal
 
 _KerasAdapter = keras_private.adapter("generator_data_adapter:GeneratorDataAdapter")
-_PEEKED = 2  # batches: what differs between them has no fixed size
+_PEEKED = 2  # steps, as many as Keras: what differs between them has no fixed size
 
 
 class _Batches:
-    """This rank's batches of a stream. A generator is read once; of what can be read again, each pass begins anew.
+    """This rank's batches of a stream. Of what can be read again, each pass begins anew.
+
+    A generator is read once, but each pass begins with the first batches again, as in Keras: it builds models with one
+    pass, and trains with the next.
 
     Args:
         shard: where this rank stands.
@@ -31,14 +34,19 @@ class _Batches:
         self._shard = shard
         self._source = source
         stream = map(_as_tuple, source)
-        self.first = list(itertools.islice(stream, _PEEKED))
-        self._stream: Iterator[Any] | None = itertools.chain(self.first, stream)
+        each_step = shard.size if shard.batch == "local" else 1
+        self.first = list(itertools.islice(stream, _PEEKED * each_step))
+        self._rest: Iterator[Any] | None = stream
         self._is_read_once = iter(source) is source
 
     def begin(self) -> Iterator[Any]:
         """Returns a pass."""
-        stream = map(_as_tuple, self._source) if self._stream is None else self._stream
-        self._stream = stream if self._is_read_once else None
+        if self._rest is None:
+            stream = map(_as_tuple, self._source)
+        else:
+            stream = itertools.chain(self.first, self._rest)
+        if not self._is_read_once:
+            self._rest = None
         if self._shard.batch == "local":
             return deal(stream, rows.empty_like, self._shard)
         return (rows.mine(batch, self._shard) for batch in stream)
