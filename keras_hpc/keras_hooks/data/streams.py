@@ -33,7 +33,7 @@ class _Batches:
     def __init__(self, shard: Shard, source: Iterable[Any]) -> None:
         self._shard = shard
         self._source = source
-        stream = map(_as_tuple, source)
+        stream: Iterator[Any] = map(_as_tuple, source)
         each_step = shard.size if shard.batch == "local" else 1
         self.first = list(itertools.islice(stream, _PEEKED * each_step))
         self._rest: Iterator[Any] | None = stream
@@ -42,7 +42,7 @@ class _Batches:
     def begin(self) -> Iterator[Any]:
         """Returns a pass."""
         if self._rest is None:
-            stream = map(_as_tuple, self._source)
+            stream: Iterator[Any] = map(_as_tuple, self._source)
         else:
             stream = itertools.chain(self.first, self._rest)
         if not self._is_read_once:
