@@ -20,6 +20,8 @@ class ModelState:
         step_modes: how the step functions that it holds were made.
         jit_compile: what the user has set, where it had to be changed; None: it was not.
         added_sums: which of the losses that its layers add are sums over samples, by their number in a step.
+        takes_any_batch: whether it takes other batch sizes than its inputs say, by that size and its number of layers.
+        step_was_tried: whether it is known that its own `train_step` gives gradients that ranks may average.
         early_start: its hooks that start reductions in backward (PyTorch).
         steps: how many training steps it made, for `check_replicas_every`.
     """
@@ -29,6 +31,8 @@ class ModelState:
     step_modes: dict[str, Any] = dataclasses.field(default_factory=dict)
     jit_compile: Any = None
     added_sums: set[int] = dataclasses.field(default_factory=set)
+    takes_any_batch: dict[tuple[int, int], bool] = dataclasses.field(default_factory=dict)
+    step_was_tried: bool = False
     early_start: Any = None
     steps: int = 0
 

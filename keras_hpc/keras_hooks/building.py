@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds models, metrics and optimizers before their first step, so that ranks can make them equal."""
+"""Builds models, metrics and optimizers before their first step, so that ranks can make them equal.
+
+And tells what a model that is built can be given.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from typing import Any
 
 import keras
 
-from keras_hpc.keras_hooks import running, variables
+from keras_hpc.job import current
+from keras_hpc.keras_hooks import keras_private, running, variables
 
 
 def is_built(model: Any) -> bool:
@@ -63,3 +67,36 @@ def trace(model: Any, step: Callable[[Any], Any], element_spec: Any) -> None:
 
     with running.only_building():
         tf.function(step).get_concrete_function(tf.nest.map_structure(plain, element_spec))
+
+
+def fixed_batch(model: Any) -> int | None:
+    """Returns the only batch size that a model takes; None: any.
+
+    Its inputs may name the size of the batch that has built it, as those of a Sequential without `Input` do, so the
+    model is traced with another size, too.
+    """
+    inputs = getattr(model, "inputs", None) or []
+    sizes = {x.shape[0] for x in inputs if len(x.shape)} - {None}
+    if not sizes:
+        return None
+    size = int(sizes.pop())
+    known = current.job().known.model(model).takes_any_batch
+    key = size, len(model.layers)
+    if key not in known:
+        known[key] = _takes(model, inputs, size + 1)
+    return None if known[key] else size
+
+
+def _takes(model: Any, inputs: list[Any], rows: int) -> bool:
+    """Returns whether a model can be called with so many samples."""
+
+    def symbolic(x: Any) -> Any:
+        return keras.KerasTensor((rows, *x.shape[1:]), x.dtype, x.sparse)
+
+    given = inputs[0] if len(inputs) == 1 else model.input
+    trace: Callable[..., Any] = keras_private.get(keras_private.COMPUTE_OUTPUT_SPEC)
+    try:
+        trace(model.call, keras.tree.map_structure(symbolic, given))
+    except Exception:  # noqa: BLE001  whatever the layers raise; the step raises it again
+        return False
+    return True

@@ -17,7 +17,7 @@ from typing import Any
 
 from keras_hpc import _native, backends
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import keras_private, optimizer, running
+from keras_hpc.keras_hooks import optimizer, own_steps, running
 
 
 class _Hooks:
@@ -63,7 +63,7 @@ def wrap(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         model: the model that trains.
         step: the function that runs its `train_step`.
     """
-    if not _is_keras_own(model):
+    if not own_steps.is_keras_own(model):
         return step
     reference = weakref.ref(model)  # the model holds the function
 
@@ -88,11 +88,6 @@ def wrap(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
             hooks.running = False
 
     return early
-
-
-def _is_keras_own(model: Any) -> bool:
-    own = keras_private.backend_trainer().train_step  # type: ignore[attr-defined]
-    return getattr(model.train_step, "__func__", None) is own
 
 
 def _starts_early(model: Any) -> bool:

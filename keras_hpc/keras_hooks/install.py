@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_hpc.keras_hooks import (
+    earlier_traces,
     fit,
     losses,
     metrics,
@@ -74,6 +75,7 @@ def install(job: Any) -> None:
 
 def begin(job: Any) -> None:
     """Let the ranks agree on what they need before anything else. Collective."""
+    earlier_traces.forget(job)
     seeds.share(job.teams[0])
     saving.begin(job)
 

@@ -21,6 +21,7 @@ OPTIMIZER = "keras.src.optimizers.base_optimizer:BaseOptimizer"
 LOSS_SCALE_OPTIMIZER = "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer"
 TRAINER = "keras.src.trainers.trainer:Trainer"
 EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
+COMPUTE_OUTPUT_SPEC = "keras.src.backend:compute_output_spec"
 IS_DEFAULT = "keras.src.utils.python_utils:is_default"
 ORBAX_CHECKPOINT = "keras.src.callbacks.orbax_checkpoint:OrbaxCheckpoint"
 GLOBAL_SEED_GENERATOR_OF = "keras.src.random.seed_generator:global_seed_generator"
@@ -62,6 +63,7 @@ REQUIRED = [
     "keras.src.backend.common.global_state:get_global_attribute",
     "keras.src.backend.common.global_state:set_global_attribute",
     "keras.src.layers.layer:CallContext",
+    COMPUTE_OUTPUT_SPEC,
     IN_STATELESS_SCOPE,
     IS_DEFAULT,
 ]
@@ -202,7 +204,7 @@ def check() -> None:
     Raises:
         ImportError: a private name is missing in this Keras version.
         ValueError: the backend is not supported.
-        RuntimeError: `keras.distribution` or `torch.distributed` is active.
+        RuntimeError: another way to distribute is active: that of Keras, TensorFlow, JAX or PyTorch.
     """
     trainer = backend_trainer()
     for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "make_train_function"):
@@ -260,7 +262,17 @@ def _refuse_other_distribution() -> None:
             "keras.distribution: call keras.distribution.set_distribution(None) before keras_hpc.init(). "
             f"Received: {active}"
         )
-    torch = sys.modules.get("torch")
+    tensorflow, jax, torch = map(sys.modules.get, ("tensorflow", "jax", "torch"))
+    if tensorflow is not None and tensorflow.distribute.has_strategy():
+        raise RuntimeError(
+            "A tf.distribute strategy is active, so gradients could be averaged twice. Use either keras_hpc or "
+            f"tf.distribute. Received: {tensorflow.distribute.get_strategy()}"
+        )
+    if jax is not None and jax.distributed.is_initialized():
+        raise RuntimeError(
+            "jax.distributed is initialised, so the processes would share arrays, too. Use either keras_hpc or "
+            f"jax.distributed. Received: {jax.process_count()} processes"
+        )
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         raise RuntimeError(
             "torch.distributed is initialised, so gradients could be averaged twice. Use either keras_hpc or "

@@ -217,7 +217,9 @@ def check_exact(model: Any) -> None:
 
 
 def _exchanges(step: running.Step | None) -> TypeGuard[running.Step]:
-    return step is not None and step.in_lockstep and step.count is not None and current.active()
+    if step is None or not step.in_lockstep or step.count is None:
+        return False
+    return step.twin or current.active()
 
 
 def _output_losses(step: running.Step) -> list[Any]:
@@ -235,6 +237,8 @@ def _part(step: running.Step) -> Any:
 
 def _sum(step: running.Step, numbers: Any) -> list[Any]:
     """Returns the sum of a few numbers over all ranks."""
+    if step.twin:
+        return [2.0 * numbers]
     specs = [TensorSpec("counts", tuple(numbers.shape), "float32")]
     plan = current.team_of(step.model).plan(
         f"{step.key}/loss{step.next_use('losses')}", specs, op="sum", weighted=False

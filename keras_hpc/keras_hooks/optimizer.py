@@ -83,6 +83,11 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if running.building():
             return original(self, *args, **kwargs)
+        if (trial := running.trial()) is not None:
+            given = signature.bind(self, *args, **kwargs).arguments
+            trial.append(list(given["grads"]))
+            values = tuple(given.get(name) for name in ("trainable_variables", "optimizer_variables"))
+            return values if original.__name__ == "stateless_apply" else None
         if not current.active():
             _guard_trace(self, kwargs.get("grads", args[0] if args else ()))
             return original(self, *args, **kwargs)

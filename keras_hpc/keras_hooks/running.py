@@ -25,6 +25,7 @@ class Step:
         in_lockstep: whether all ranks run as many of these steps, so that they may exchange something in each.
         count: samples in this rank's batch, a number or a scalar tensor; None if the data has no batch axis.
         total: samples of all ranks, once they were exchanged.
+        twin: whether one other rank with the same samples is imagined, instead of asking the others.
         uses: how often each kind of exchange was used so far.
     """
 
@@ -33,6 +34,7 @@ class Step:
     in_lockstep: bool
     count: Any
     total: Any = None
+    twin: bool = False
     uses: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def next_use(self, what: str) -> int:
@@ -76,6 +78,7 @@ class _Running(threading.local):
     step: Step | None = None
     call: Call | None = None
     building: bool = False
+    trial: list[Any] | None = None
     writing_is_off: bool = False
 
 
@@ -97,12 +100,17 @@ def building() -> bool:
     return _running.building
 
 
+def trial() -> list[Any] | None:
+    """Returns where gradients go instead of being applied; None: they are applied."""
+    return _running.trial
+
+
 def writing_is_off() -> bool:
     """Returns whether models are not to be saved: in a callback that writes on another rank only."""
     return _running.writing_is_off
 
 
-def running_step(value: Step) -> contextlib.AbstractContextManager[None]:
+def running_step(value: Step | None) -> contextlib.AbstractContextManager[None]:
     """Context in which `value` is the running step."""
     return _with(step=value)
 
@@ -115,6 +123,14 @@ def running_call(value: Call) -> contextlib.AbstractContextManager[None]:
 def only_building() -> contextlib.AbstractContextManager[None]:
     """Context in which a step is only traced to create its variables."""
     return _with(building=True)
+
+
+@contextlib.contextmanager
+def trying() -> Iterator[list[Any]]:
+    """Context in which gradients are collected instead of applied, a list for each call of an optimizer."""
+    gradients: list[Any] = []
+    with _with(trial=gradients):
+        yield gradients
 
 
 def without_writing() -> contextlib.AbstractContextManager[None]:

@@ -17,8 +17,7 @@ from typing import Any
 import keras
 
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import normalization, running, seeds
-from keras_hpc.keras_hooks.data import sharding
+from keras_hpc.keras_hooks import building, normalization, running, seeds
 
 StepFunction = Callable[..., Any]
 
@@ -55,7 +54,7 @@ def mode_of(kind: str, model: Any) -> Mode:
     if not current.active() or (call is not None and call.own_data):
         return PLAIN
     shared_out = hasattr(adapter, "may_be_empty")
-    rows = sharding.fixed_batch(model) or 1
+    rows = building.fixed_batch(model) or 1
     return Mode(True, kind == "train" or shared_out, bool(getattr(adapter, "may_be_empty", False)), rows)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from keras_hpc.job import current, meter, trace
-from keras_hpc.keras_hooks import building, early_start, losses, replicas, running, step
+from keras_hpc.keras_hooks import building, early_start, losses, own_steps, replicas, running, step
 
 Method = Callable[..., Any]
 
@@ -75,6 +75,8 @@ def _first_step(model: Any, kind: str, function: Method) -> Method:
             if kind == "train":
                 building.trace(owner, owner.train_step, args[-1].element_spec)
             synchronize(owner)
+        if kind == "train":
+            args = own_steps.check(owner, args)
         with trace.step(f"{owner.name} {kind}"):
             results = function(*args)
         if kind == "train":

@@ -4,10 +4,6 @@ import keras
 from tiny import compiled, numbers
 
 BACKENDS = ("torch", "jax")
-XFAIL = {
-    "torch": "after evaluate() of a Sequential without Input, its batch size is taken for fixed, and fit() refused",
-    "jax": "after evaluate() of a Sequential without Input, its batch size is taken for fixed, and fit() refused",
-}
 
 
 def main():

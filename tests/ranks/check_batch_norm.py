@@ -4,11 +4,12 @@
 import keras
 import numpy as np
 import pytest
-from keras_cases import BATCH, assert_like_one_rank, data, values
+from keras_cases import BATCH, assert_like_one_rank, data, enough_on, values
 
 import keras_hpc
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
+SOAK = {"tensorflow": (2,), "torch": (2,)}
 TOLERANCE = 1e-5
 
 
@@ -64,9 +65,9 @@ def far_from_zero():
     return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3, activation="softmax")])
 
 
-NETWORKS = [vectors, images, sequences, shared, far_from_zero]
+NETWORKS = [images, *(pytest.param(n, marks=enough_on("jax")) for n in (vectors, sequences, shared, far_from_zero))]
 if keras.backend.backend() != "jax":  # which has no float64 unless the whole program asks for it
-    NETWORKS.append(doubles)
+    NETWORKS.append(pytest.param(doubles, marks=enough_on("torch")))
 
 
 @pytest.mark.parametrize("network", NETWORKS)

@@ -10,7 +10,7 @@ from mpi4py import MPI
 import keras_hpc
 from keras_hpc.job import current
 
-RANKS = {"jax": (3,)}
+RANKS = {"torch": (3,)}
 
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 DTYPES = {

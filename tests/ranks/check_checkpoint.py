@@ -10,12 +10,13 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from keras_cases import Parts, assert_close, assert_identical, data, job
+from keras_cases import Parts, assert_close, assert_identical, data, enough_on, job
 
 import keras_hpc
 from keras_hpc.keras_hooks.checkpoint import storage
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
+SOAK = {"tensorflow": (2,), "jax": (2,)}  # for what is enough on one of them
 
 BATCH, EPOCHS, STEPS = 12, 3, 8  # of 185 samples on 2 ranks
 X, Y = data()
@@ -140,6 +141,7 @@ def test_arrays_with_validation_and_plateau(folder):
 
 
 @only_on("jax", "torch")
+@enough_on("jax", "torch")
 def test_a_pipelined_team(folder):
     def before():
         keras_hpc.configure_team(0, schedule="pipelined", synchronous_steps=3, cooldown_steps=4)
@@ -152,6 +154,7 @@ def test_a_pipelined_team(folder):
 
 
 @only_on("torch")
+@enough_on("tensorflow")
 def test_a_dataset_with_accumulated_gradients(folder):
     def make():
         return network(keras.optimizers.Adam(0.02, gradient_accumulation_steps=3))
@@ -162,6 +165,7 @@ def test_a_dataset_with_accumulated_gradients(folder):
 
 
 @only_on("torch")
+@enough_on("torch")
 def test_steps_per_epoch(folder):
     # A pass of 8 steps goes on through epochs of 2.
     fit = {"batch_size": BATCH, "steps_per_epoch": 2}
@@ -169,6 +173,7 @@ def test_steps_per_epoch(folder):
 
 
 @only_on("torch")
+@enough_on("torch")
 def test_a_data_loader(folder):
     import torch
 
@@ -180,6 +185,7 @@ def test_a_data_loader(folder):
 
 
 @only_on("tensorflow")
+@enough_on("torch")
 def test_a_pipeline_that_shuffles_by_itself(folder):
     import tensorflow as tf
 
@@ -190,6 +196,7 @@ def test_a_pipeline_that_shuffles_by_itself(folder):
 
 
 @only_on("torch")
+@enough_on("torch")
 def test_a_run_that_early_stopping_ended_does_not_train_again(folder):
     results = []
     for _ in range(2):  # the second finds the end of the first
@@ -203,6 +210,7 @@ def test_a_run_that_early_stopping_ended_does_not_train_again(folder):
 
 
 @only_on("tensorflow")  # where the first rank alone has an optimizer with variables then
+@enough_on("torch")
 def test_backup_and_restore_of_keras_goes_on_at_its_epoch(folder):
     path = os.path.join(folder, "backup")
 
@@ -242,6 +250,7 @@ def trained(folder, make=network, callbacks=(), **options):
 
 
 @only_on("torch")
+@enough_on("torch")
 def test_damaged_checkpoints(folder):
     trained(folder, every_steps=4)
     whole, newest = sorted(os.listdir(folder))
@@ -260,6 +269,7 @@ def test_damaged_checkpoints(folder):
 
 
 @only_on("torch")
+@enough_on("torch")
 def test_another_model_is_refused(folder):
     trained(folder)
     with pytest.raises(ValueError, match=r"another model.*float32\[6, 16\] in the checkpoint and .*\[6, 8\] here"):
@@ -267,6 +277,7 @@ def test_another_model_is_refused(folder):
 
 
 @only_on("torch")
+@enough_on("torch")
 def test_every_rank_needs_it(folder):
     start()
     model = compiled(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]))
@@ -281,6 +292,7 @@ def compiled(model):
 
 
 @only_on("torch")
+@enough_on("torch")
 def test_paths_and_disks_that_cannot_be_written(folder, monkeypatch):
     if job().rank == 0:
         with open(os.path.join(folder, "file"), "w"):
@@ -296,6 +308,7 @@ def test_paths_and_disks_that_cannot_be_written(folder, monkeypatch):
 
 
 @only_on("torch")
+@enough_on("torch")
 def test_a_disk_that_fills_up_leaves_the_checkpoint_before(folder):
     class Full(keras.callbacks.Callback):
         """From now on no file of the first rank may become larger than a kilobyte."""

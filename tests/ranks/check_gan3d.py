@@ -8,6 +8,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from keras_cases import enough_on
 
 pytest.importorskip("h5py")
 sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -19,6 +20,7 @@ from examples.gan3d import checkpoint, networks, train
 from examples.gan3d.data import Batch, Response
 
 RANKS = {"tensorflow": (2,)}
+SOAK = {"tensorflow": (2,)}
 
 BATCH = 3
 
@@ -145,6 +147,7 @@ def test_frozen_discriminator_keeps_its_statistics_and_drops_out():
     assert {path.rpartition("/")[2] for path in changed(before, d)} == {"moving_mean", "moving_variance"}
 
 
+@enough_on()
 def test_paper_preset_makes_a_step(job):
     model = gan("paper")
     images = np.random.default_rng(keras_hpc.rank()).random((1, 25, 25, 25, 1)).astype("float32")
@@ -178,6 +181,7 @@ def test_labels_are_flipped_now_and_then():
     assert train.Gan._targets(1, many, many)["generation"].all()
 
 
+@enough_on()
 def test_a_resumed_run_is_the_same_run(data, tmp_path_factory):
     folder = shared_folder(tmp_path_factory)
 

@@ -4,11 +4,12 @@
 import keras
 import numpy as np
 import pytest
-from keras_cases import assert_close, assert_identical, job, values
+from keras_cases import assert_close, assert_identical, enough_on, job, values
 
 import keras_hpc
 from keras_hpc.keras_hooks import keras_private
 
+SOAK = {"tensorflow": (2,), "jax": (2,)}
 BACKEND = keras.backend.backend()
 SAMPLES, BATCH = 60, 16  # the last step has 12
 X = np.random.default_rng(0).normal(size=(SAMPLES, 4)).astype("float32")
@@ -222,6 +223,90 @@ def test_a_loss_that_is_neither_is_refused():
             model.fit(X, Y, batch_size=BATCH, verbose=0)
 
 
+class OwnStep(keras.Model):
+    """A model with a loss and a `train_step` of its own."""
+
+    def __init__(self, loss, *layers):
+        inputs = keras.Input((4,))
+        super().__init__(inputs, dense(*layers)(inputs))
+        self.own_loss = loss
+
+    if BACKEND == "jax":
+
+        def train_step(self, state, data):
+            import jax
+
+            trainable, fixed, optimizer, metrics = state
+            x, y = data
+
+            def loss_of(trainable, fixed):
+                predicted, fixed = self.stateless_call(trainable, fixed, x, training=True)
+                return self.own_loss(y, predicted), fixed
+
+            gradients, fixed = jax.grad(loss_of, has_aux=True)(trainable, fixed)
+            trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+            return {"loss": ops.zeros(())}, (trainable, fixed, optimizer, metrics)
+
+    else:
+
+        def train_step(self, data):
+            x, y = data
+            if BACKEND == "tensorflow":
+                import tensorflow as tf
+
+                with tf.GradientTape() as tape:
+                    loss = self.own_loss(y, self(x, training=True))
+                self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+            else:
+                self.zero_grad()
+                self.own_loss(y, self(x, training=True)).backward()
+                self.optimizer.apply([v.value.grad for v in self.trainable_weights], self.trainable_weights)
+            return {"loss": ops.zeros(())}
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y, p: ops.mean(ops.square(y - p)),
+        keras.losses.MeanSquaredError(),
+        keras.losses.MeanSquaredError(reduction="sum"),
+    ],
+    ids=["mean", "keras mean", "keras sum"],
+)
+def test_a_step_of_ones_own(loss, caplog):
+    def make():
+        model = OwnStep(loss)
+        model.compile(keras.optimizers.SGD(1e-3))
+        return model
+
+    with caplog.at_level("INFO", "keras_hpc"):
+        model = compare(make)
+    assert "right if its loss is a mean" not in caplog.text
+    keras_hpc.check_replicas(model)
+
+
+@pytest.mark.parametrize(
+    ("loss", "layers", "what"),
+    [
+        (lambda y, p: ops.sum(ops.square(y - p)), [], "a sum over samples"),
+        (lambda y, p: ops.sum(ops.square(y - p)), [keras.layers.GaussianNoise(0.3)], "a sum over samples"),
+        (lambda y, p: ops.log(ops.sum(ops.square(y - p)) + 1), [], "neither a mean nor a sum"),
+    ],
+    ids=["sum", "noisy sum", "logarithm"],
+)
+def test_a_step_whose_gradients_ranks_may_not_average_is_refused(loss, layers, what):
+    model = OwnStep(loss, *layers)
+    model.compile(keras.optimizers.SGD(1e-3))
+    before = values(model)
+    if job().size == 1:
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+        return
+    with pytest.raises(ValueError, match=what):
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+    if BACKEND != "jax":  # where Keras holds the state of a model that trains outside of it
+        assert_close(values(model), before, 0)
+
+
 class Largest(keras.metrics.Metric):
     def __init__(self, name="largest"):
         super().__init__(name=name)
@@ -252,6 +337,7 @@ def test_a_metric_that_says_how_to_merge_is_right(caplog):
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "only_first_replica"])
+@enough_on("torch")
 def test_aggregation_of_a_metrics_variable(aggregation):
     class Own(keras.metrics.Metric):
         def __init__(self):
@@ -292,6 +378,7 @@ class Shuffled(keras.utils.PyDataset):
         return X[rows], Y[rows]
 
 
+@enough_on("torch")
 def test_data_that_shuffle_themselves_are_read_once_an_epoch():
     data = Shuffled()
     model = dense()
@@ -325,6 +412,26 @@ def test_what_was_never_trained_is_the_roots():
     losses = everyone(model.evaluate(X, Y, verbose=0))
     assert len(set(losses)) == 1
     assert_identical(values(model))
+
+
+def test_a_model_that_its_first_batch_has_built_takes_others():
+    def make():
+        model = keras.Sequential([keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        model.evaluate(X, Y, batch_size=BATCH, verbose=0)
+        return model
+
+    compare(make)
+
+
+def test_a_model_of_one_batch_size_takes_no_parts_of_batches():
+    inputs = keras.Input((4,), batch_size=BATCH)
+    outputs = keras.layers.Lambda(lambda x: ops.reshape(x, (BATCH, 2, 2))[:, 0, :1])(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(1)(outputs))
+    model.compile("sgd", "mse")
+    if job().size > 1:
+        with pytest.raises(ValueError, match="batches of one size only"):
+            model.fit(X[:48], Y[:48], batch_size=BATCH, verbose=0)
 
 
 def test_weights_that_rank_0_loads_alone_reach_all(tmp_path):
@@ -403,6 +510,7 @@ def test_optimizers_of_pytorch(kind):
     assert_close(together, alone, 3e-6)
 
 
+@enough_on("torch")
 def test_parts_of_a_loops_data_are_equally_long_and_different():
     whole = np.arange(11)
     parts = everyone(keras_hpc.shard(whole).tolist())
@@ -430,6 +538,7 @@ def test_a_layer_that_stays_local():
     assert len({str(kernel) for kernel in kernels}) == job().size
 
 
+@enough_on("torch")
 def test_models_of_a_search_leave_nothing_behind():
     team = job().teams[0]
 

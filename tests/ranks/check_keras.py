@@ -3,6 +3,7 @@
 
 import functools
 import inspect
+import sys
 
 import keras
 import numpy as np
@@ -15,6 +16,7 @@ from keras_cases import (
     assert_like_one_rank,
     data,
     dense,
+    enough_on,
     job,
     part,
     values,
@@ -23,6 +25,7 @@ from keras_cases import (
 import keras_hpc
 from keras_hpc.job import current
 
+SOAK = {"torch": (2,)}
 BACKEND = keras.backend.backend()
 tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="needs TensorFlow")
 torch_only = pytest.mark.skipif(BACKEND != "torch", reason="needs PyTorch")
@@ -249,19 +252,62 @@ def test_finalize_restores_keras():
     keras_hpc.init(shard=False)
 
 
-@pytest.mark.parametrize("other", ["keras.distribution", "torch.distributed", "moved"])
+@pytest.mark.skipif(BACKEND == "torch", reason="runs eagerly")
+def test_a_step_that_was_traced_before_init(caplog):
+    rank, size = job().rank, job().size
+    keras_hpc.finalize()
+    optimizer, variable = keras.optimizers.SGD(1.0), keras.Variable(np.zeros(3, "float32"))
+    optimizer.build([variable])
+    if BACKEND == "jax":
+        import jax
+
+        @jax.jit
+        def step(gradient, value, state):
+            return optimizer.stateless_apply(state, [gradient], [value])[0][0]
+
+        def take(gradient):
+            return step(gradient, variable.value, [v.value for v in optimizer.variables])
+
+    else:
+        import tensorflow as tf
+
+        step = tf.function(lambda gradient: optimizer.apply([gradient], [variable]))
+
+        def take(gradient):
+            step(tf.constant(gradient))
+            return variable.numpy()
+
+    gradient = np.full(3, rank + 1, "float32")
+    np.testing.assert_allclose(take(gradient), -gradient)
+    with caplog.at_level("WARNING", "keras_hpc"):
+        keras_hpc.init(shard=False)
+    if BACKEND == "jax":
+        np.testing.assert_allclose(take(gradient), np.full(3, -(size + 1) / 2))
+    assert ("1 steps before keras_hpc.init()" in caplog.text) == (BACKEND == "tensorflow" and rank == 0 and size > 1)
+
+
+OTHERS = {
+    "keras.distribution": ("keras.distribution.distribution", lambda: "DataParallel"),
+    "tf.distribute": ("tensorflow.distribute.has_strategy", lambda: True),
+    "jax.distributed": ("jax.distributed.is_initialized", lambda: True),
+    "torch.distributed": ("torch.distributed.is_initialized", lambda: True),
+}
+
+
+@pytest.mark.parametrize("other", [*OTHERS, "moved"])
 def test_init_refuses(other, monkeypatch):
     from keras_hpc.keras_hooks import keras_private
 
-    if other == "keras.distribution":
-        monkeypatch.setattr(keras.distribution, "distribution", lambda: "DataParallel")
-        error, text = RuntimeError, "keras.distribution"
-    elif other == "torch.distributed":
-        torch = pytest.importorskip("torch")
-        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-        error, text = RuntimeError, "torch.distributed"
+    if other != "moved":
+        name, answer = OTHERS[other]
+        module = name.partition(".")[0]
+        if sys.modules.get(module) is None:
+            pytest.skip(f"{module} is not loaded")
+        monkeypatch.setattr(name, answer)
+        if other == "torch.distributed":
+            monkeypatch.setattr("torch.distributed.get_backend", lambda: "gloo")
+            monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+        error, text = RuntimeError, other
     else:
         monkeypatch.setattr(keras_private, "REQUIRED", ["keras.src.trainers.trainer:Trainer._gone"])
         error, text = ImportError, rf"Trainer._gone.*{keras.__version__}"
@@ -273,6 +319,7 @@ def test_init_refuses(other, monkeypatch):
 
 
 @torch_only
+@enough_on()
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's compiler looks at it
 def test_torch_compile(monkeypatch):
     import torch

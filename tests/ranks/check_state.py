@@ -166,6 +166,7 @@ def test_fit_starts_from_root():
     assert_close(values(model), [np.array(v, "float32") for v in root], 0)
 
 
+@enough_on("torch")
 def test_second_fit_starts_from_root_again():
     model = compiled(dense(), optimizer=keras.optimizers.SGD(0.0))
     train(model)
@@ -188,6 +189,7 @@ def test_train_on_batch_starts_from_root_after_compile_and_load(folder):
     assert_identical(values(model))
 
 
+@enough_on("torch")
 def test_load_model_on_rank_0_is_enough(folder):
     path = f"{folder}/model.keras"
     if job().rank == 0:
@@ -202,6 +204,7 @@ def test_load_model_on_rank_0_is_enough(folder):
     assert_identical(values(model))
 
 
+@enough_on("torch")
 def test_restored_epoch_and_weights_reach_all(folder):
     class Interrupt(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -284,6 +287,7 @@ def test_a_model_that_cannot_be_saved_is_an_error_on_all_ranks(folder):
         model.save(f"{folder}/no-such-folder/model.keras")
 
 
+@enough_on("torch")
 def test_checkpoint_within_an_epoch_does_not_hang(folder):
     checkpoint = keras.callbacks.ModelCheckpoint(f"{folder}/step.weights.h5", save_weights_only=True, save_freq=3)
     train(normalized(), callbacks=[checkpoint])
@@ -299,6 +303,7 @@ def test_progress_is_shown_by_rank_0_only(capsys):
 
 
 @pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_batch_end"])
+@enough_on("torch")
 def test_one_rank_stops_all(hook):
     class Stop(keras.callbacks.Callback):
         pass
@@ -317,6 +322,7 @@ def test_one_rank_stops_all(hook):
     assert_identical(values(model))
 
 
+@enough_on("torch")
 def test_early_stopping_and_plateau_agree():
     model = compiled(dense())
     callbacks = [
@@ -329,6 +335,7 @@ def test_early_stopping_and_plateau_agree():
     assert_identical(values(model))
 
 
+@enough_on("torch")
 def test_warmup():
     class Rates(keras.callbacks.Callback):
         def __init__(self):

@@ -8,8 +8,8 @@ from keras_cases import data, dense, job
 
 import keras_hpc
 
-RANKS = {"jax": (3,), "torch": (3,)}  # which ranks communicate is no matter of the backend, but how they wait is
-SOAK = {"tensorflow": (3,)}
+RANKS = {"torch": (3,)}  # which ranks communicate is no matter of the backend
+SOAK = {"tensorflow": (3,), "jax": (3,)}
 # Ranks 0 and 2 train one model, rank 1 another, at the same time.
 MEMBERS = {1: [0, 2], 2: [1]}
 

@@ -14,7 +14,7 @@ TOLERANCE = 3e-6
 
 
 def enough_on(*backends):
-    """Marks a test that finds nothing more on other backends. `make soak` runs it there, too."""
+    """Marks a test that finds nothing more on other backends; without any, one that takes long. `make soak` runs it."""
     everywhere = keras.backend.backend() in backends or os.environ.get("TESTS_SOAK")
     return pytest.mark.skipif(not everywhere, reason="finds nothing more on this backend")
 

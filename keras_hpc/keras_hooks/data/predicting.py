@@ -10,8 +10,7 @@ import numpy as np
 from keras import tree
 
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import keras_private
-from keras_hpc.keras_hooks.data import sharding
+from keras_hpc.keras_hooks import building, keras_private
 from keras_hpc.keras_hooks.data.arrays import digest
 from keras_hpc.keras_hooks.data.partition import Shard
 
@@ -47,7 +46,7 @@ def predict(original: Callable[..., Any], model: Any, arguments: dict[str, Any])
     everyone = team.allgather_object(mine, "Model.predict()")
     if not samples or any(theirs != everyone[0] for theirs in everyone):
         return here()
-    fixed = sharding.fixed_batch(model)
+    fixed = building.fixed_batch(model)
     start, stop = Shard(team.rank, team.size, fixed=fixed).part(samples)
     # A rank without rows takes the first ones, to know what outputs look like, and keeps none of it.
     taken = slice(start, max(stop, start + 1)) if start < samples else slice(0, fixed or 1)

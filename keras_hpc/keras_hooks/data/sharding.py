@@ -12,7 +12,7 @@ import numpy as np
 from keras_hpc.job import log
 from keras_hpc.job.current import Job
 from keras_hpc.job.team import Team
-from keras_hpc.keras_hooks import keras_private, running, seeds
+from keras_hpc.keras_hooks import building, keras_private, running, seeds
 from keras_hpc.keras_hooks.data.partition import Shard
 
 _can_convert_arrays = keras_private.adapter("array_data_adapter:can_convert_arrays")
@@ -42,7 +42,7 @@ def adapter_for(job: Job, team: Team, call: running.Call, arguments: dict[str, A
     Raises:
         ValueError: on every rank, if the data cannot be shared out, or differ between ranks in `fit`.
     """
-    shard = Shard(team.rank, team.size, job.batch, fixed_batch(call.model))
+    shard = Shard(team.rank, team.size, job.batch, building.fixed_batch(call.model))
     what = f"the data of Model.{call.kind}()"
     # Ranks whose data are refused must not leave the others waiting: they tell them why.
     try:
@@ -94,12 +94,6 @@ def check_steps(job: Job, team: Team, call: running.Call, arguments: dict[str, A
             "communicates. Give all ranks as many batches, or `steps_per_epoch`. Received: "
             f"{few} steps on rank {everyone.index(few)} of the team, {many} on rank {everyone.index(many)}"
         )
-
-
-def fixed_batch(model: Any) -> int | None:
-    """Returns the only batch size that a model takes, as its inputs say; None: any."""
-    sizes = {x.shape[0] for x in getattr(model, "inputs", None) or [] if len(x.shape)} - {None}
-    return int(sizes.pop()) if sizes else None
 
 
 def _open(shard: Shard, team: Team, arguments: dict[str, Any]) -> Any:

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds out whether ranks that average the gradients of a `train_step` of the user's own compute what one rank would.
+
+With `init(batch="global")` they must, but such a step does not say whether its loss is a mean or a sum over samples. So
+it is tried before training, without updating anything: on made-up samples, as one of two ranks that both have them, and
+on the same samples twice, as one rank that has all of them. Its gradients must be the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_hpc import backends
+from keras_hpc.job import current
+from keras_hpc.keras_hooks import keras_private, running, seeds, variables
+
+_ROWS = 4
+_UNKNOWN_LENGTH = 8  # of axes whose length is not known
+_TOLERANCE = 0.02  # of a ratio that is 1 but for rounding
+_NOISY_SUM = 1.35, 2.2  # where a step draws random numbers, twice the samples give smaller gradients, too
+_FINE, _UNKNOWN, _NEITHER, _SUM = range(4)
+
+
+def is_keras_own(model: Any) -> bool:
+    """Returns whether a model trains with the `train_step` of Keras."""
+    own = keras_private.backend_trainer().train_step  # type: ignore[attr-defined]
+    return getattr(model.train_step, "__func__", None) is own
+
+
+def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Try the step of a model before its first one in a `fit`, once. Collective on its team.
+
+    Args:
+        model: a model whose replicas are equal.
+        arguments: of its train function: on JAX the state, then this rank's batches.
+
+    Returns:
+        The arguments, with nothing taken from the batches.
+
+    Raises:
+        ValueError: on all ranks, if averages of its gradients would not be those of one rank.
+    """
+    call = running.call()
+    this, state = current.job(), current.job().known.model(model)
+    in_fit = call is not None and call.kind == "fit"
+    if not in_fit or state.step_was_tried or this.batch != "global" or this.size == 1 or is_keras_own(model):
+        return arguments
+    state.step_was_tried = True
+    *rest, batches = arguments
+    if keras.backend.backend() == "tensorflow":
+        batch = batches.element_spec
+    elif keras.backend.backend() == "torch":
+        (batch,) = batches
+    else:
+        batch = next(batches)
+        batches = itertools.chain([batch], batches)
+    verdict, ratio = _verdict(model, rest, batch)
+    everyone = np.array([verdict, ratio], np.float64)
+    team = current.team_of(model)
+    team.allreduce(everyone, op="max")
+    _report(model, int(everyone[0]), everyone[1])
+    return (*rest, batches)
+
+
+def _report(model: Any, verdict: int, ratio: float) -> None:
+    what = f"`{type(model).__name__}.train_step()`"
+    if verdict == _UNKNOWN:
+        current.notice(f"{what}: its gradients are averaged over ranks, which is right if its loss is a mean")
+    elif verdict != _FINE:
+        kind = "a sum" if verdict == _SUM else "neither a mean nor a sum"
+        raise ValueError(
+            f"The gradients of {what} are {kind} over samples, and ranks take their mean. With "
+            'init(batch="global"), compute the loss with a keras.losses.Loss or divide it by the number of samples, as '
+            'keras.ops.mean does; or use batch="local". Received: gradients that are '
+            f"{ratio:.3g} times as large for twice as many samples on one rank as on two"
+        )
+
+
+def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float]:
+    """Returns what the step does, and the ratio that says so."""
+    if not all(layer.built for layer in model._flatten_layers()):
+        return _UNKNOWN, 0.0
+    try:
+        samples = keras.tree.map_structure(_made_up, batch)
+        twice = keras.tree.map_structure(lambda x: np.concatenate([x, x]) if np.ndim(x) else x, samples)
+        with seeds.kept(), _restored(model):
+            one_of_two = _norms(model, rest, samples, _twin(model))
+            again = _norms(model, rest, samples, _twin(model))
+            alone = _norms(model, rest, twice, None)
+    except Exception:  # noqa: BLE001  a step may refuse made-up samples; what is wrong with it, it raises again
+        return _UNKNOWN, 0.0
+    noisy = bool(variables.seed_generators(model)) or not np.array_equal(one_of_two, again)
+    found = _FINE, 1.0
+    for ours, theirs in zip(one_of_two, alone, strict=True):
+        if not ours > 0 or not np.isfinite([ours, theirs]).all():
+            continue
+        ratio = theirs / ours
+        if noisy:
+            verdict = _SUM if _NOISY_SUM[0] < ratio < _NOISY_SUM[1] else _FINE
+        else:
+            verdict = next((v for v, r in ((_FINE, 1), (_SUM, 2)) if abs(ratio - r) < _TOLERANCE), _NEITHER)
+        found = max(found, (verdict, ratio))
+    return found
+
+
+def _twin(model: Any) -> running.Step:
+    return running.Step(model, "trial", in_lockstep=True, count=_ROWS, twin=True)
+
+
+def _made_up(leaf: Any) -> Any:
+    """Returns samples like those of a batch, or of the specification of one: arrays, or None."""
+    if leaf is None or type(leaf).__name__ == "OptionalSpec":
+        return None
+    dtype = np.dtype(keras.backend.standardize_dtype(leaf.dtype).replace("bfloat16", "float32"))
+    shape = [_UNKNOWN_LENGTH if length is None else length for length in leaf.shape]
+    if not shape:
+        return np.ones((), dtype)
+    shape[0] = _ROWS
+    if dtype.kind == "f":
+        return np.random.default_rng(0).uniform(0.1, 0.9, shape).astype(dtype)
+    numbers = np.arange(_ROWS).reshape(-1, *[1] * (len(shape) - 1)) % 2  # classes, tokens and masks may be 0 and 1
+    return np.broadcast_to(numbers, shape).astype(dtype)
+
+
+class _restored:
+    """Context after which a model's variables are as they were. JAX hands them on and changes none."""
+
+    def __init__(self, model: Any) -> None:
+        self._variables = variables.unique([*model.variables, *model.metrics_variables])
+
+    def __enter__(self) -> None:
+        if keras.backend.backend() != "jax":
+            self._values = [np.array(backends.current().view(variable)) for variable in self._variables]
+
+    def __exit__(self, *error: object) -> None:
+        if keras.backend.backend() == "jax":
+            return
+        for variable, value in zip(self._variables, self._values, strict=True):
+            backends.current().assign(variable, value)
+
+
+def _norms(model: Any, rest: list[Any], samples: Any, step: running.Step | None) -> list[float]:
+    """Returns the norm of the gradients that each `apply` of a step would get on these samples."""
+
+    def run(*arguments: Any) -> list[Any]:
+        with current.local(), running.running_step(step), running.trying() as gradients:
+            model.train_step(*arguments)
+        return [_norm(values) for values in gradients]
+
+    data = keras.tree.map_structure(lambda x: None if x is None else keras.ops.convert_to_tensor(x), samples)
+    program: Callable[..., Any] = run
+    if keras.backend.backend() == "tensorflow" and not model.run_eagerly:
+        import tensorflow as tf
+
+        program = tf.function(run)
+    elif keras.backend.backend() == "jax":
+        import jax
+
+        program = jax.jit(run)
+    norms = [float(backends.current().to_numpy(norm)) for norm in program(*rest, data)]
+    if keras.backend.backend() == "torch":
+        model.zero_grad()
+    return norms
+
+
+def _norm(gradients: list[Any]) -> Any:
+    values = [keras.ops.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
+    squares = [keras.ops.sum(keras.ops.square(keras.ops.cast(value, "float32"))) for value in values]
+    return keras.ops.sqrt(sum(squares, start=keras.ops.zeros(())))
