@@ -34,8 +34,12 @@ LONG = [
     "tests/cluster/test_mpis.py",
     "tests/test_doctor.py",
     "tests/test_watchdog.py",
+    "tests/test_resume.py",
+    "tests/test_jets.py",
+    "tests/test_memory.py",
+    "tests/test_gan3d_networks.py",
+    "tests/test_selection.py",
     "tests/test_bench.py",
-    "tests/test_sanitizer.py",
 ]
 
 

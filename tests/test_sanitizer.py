@@ -8,6 +8,7 @@ import pytest
 from launch import ROOT
 
 
+@pytest.mark.soak  # two minutes, most of them to compile
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_two_teams_at_once_have_no_data_race(tmp_path):
     sources = [*(ROOT / "native").glob("common/*.cpp"), *(ROOT / "native").glob("algorithms/*.cpp")]

@@ -31,7 +31,7 @@ def history(output):
     return {name: [float(row[name]) for row in rows] for name in rows[0]}
 
 
-def draw(results, summaries, folder):
+def draw(results, summaries, samples, folder):
     """Writes loss.png and throughput.png with the numbers they show beside them as CSV."""
     import matplotlib as mpl
 
@@ -44,7 +44,7 @@ def draw(results, summaries, folder):
         label = f"{n} rank{'s' * (n > 1)}"
         axes.plot(curve["epoch"], curve["loss"], color=color, label=f"{label}, training")
         axes.plot(curve["epoch"], curve["val_loss"], color=color, linestyle="--", label=f"{label}, test")
-    axes.set(xlabel="epoch", ylabel="loss", yscale="log", title="5,000 digits, small CNN")
+    axes.set(xlabel="epoch", ylabel="loss", yscale="log", title=f"{samples:,} digits, small CNN")
     axes.legend()
     figure.savefig(folder / "loss.png", dpi=150)
     with (folder / "loss.csv").open("w", newline="") as file:
@@ -96,10 +96,10 @@ def main():
         "test_accuracy_1_rank": one["test_accuracy"],
         "test_accuracy_2_ranks": two["test_accuracy"],
     }
-    draw(results, summaries, args.results)
+    draw(results, summaries, args.samples, args.results)
 
     cores = len(os.sched_getaffinity(0))
-    print("\n=== keras_hpc demo: a CNN on 5,000 handwritten digits")
+    print(f"\n=== keras_hpc demo: a CNN on {args.samples:,} handwritten digits")
     print(f"ranks           1 and {two['ranks']}, one core and one thread each ({cores} cores here)")
     print(f"backend         {two['backend']}")
     print(f"MPI             {mpi_version()}")

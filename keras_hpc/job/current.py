@@ -20,6 +20,7 @@ _counting = threading.Lock()
 _in_local = 0  # how many `local()` have begun and are not over, in all threads
 _before_leaving: set[Callable[[], object]] = set()
 _job: Job | None = None
+_had_job = False
 # Of a forked child: kept, because to free it would close what the parent uses.
 _of_parent: Job | None = None
 
@@ -79,8 +80,13 @@ class Job:
 
 def begin(job: Job) -> None:
     """Makes `job` the job of this process."""
-    global _job
-    _job = job
+    global _job, _had_job
+    _job, _had_job = job, True
+
+
+def had_job() -> bool:
+    """Returns whether this process has, or had, a job."""
+    return _had_job
 
 
 def end() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from keras_hpc.job import log
+from keras_hpc.job import current, log
 from keras_hpc.keras_hooks import keras_private
 
 
@@ -27,7 +27,7 @@ def forget(job: Any) -> None:
     elif keras.backend.backend() == "torch":
         if "torch._dynamo" in sys.modules:
             sys.modules["torch._dynamo"].reset()
-    elif job.rank == 0 and (steps := _steps_made()):
+    elif job.rank == 0 and not current.had_job() and (steps := _steps_made()):
         log.warning(
             f"An optimizer has made {steps} steps before keras_hpc.init(). If a tf.function of your own contains them, "
             "it was traced without communication and stays so: replicas will differ. Call keras_hpc.init() first, "

@@ -4,12 +4,13 @@
 import keras
 import numpy as np
 import pytest
-from keras_cases import BATCH, Parts, assert_identical, assert_like_one_rank, data, dense, job, values
+from keras_cases import BATCH, Parts, assert_identical, assert_like_one_rank, data, dense, enough_on, job, values
 
 import keras_hpc
 from keras_hpc.job import current
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
+SOAK = {"tensorflow": (2,), "jax": (2,)}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,7 +74,13 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
     OPTIMIZERS["multi_accumulation"] = lambda: _multi(gradient_accumulation_steps=2)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# What these do, the others do, too.
+SIMPLE = ("clipnorm", "clipvalue", "decay", "loss_scale_factor", "dynamic_scale", "accumulation", "multi")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=enough_on("torch")) if name in SIMPLE else name for name in OPTIMIZERS]
+)
 def test_optimizers(name):
     assert_like_one_rank(compiled(OPTIMIZERS[name], metrics=["accuracy"]), fit(data()))
 

@@ -14,7 +14,7 @@ log = os.open(Path(folder) / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_
 os.dup2(log, 1)
 os.dup2(log, 2)
 # A rank that hangs shows where, shortly before the launcher's own limit ends the job.
-options = ["-x", "-v", "--durations=15", "-p", "no:cacheprovider", f"--timeout={seconds}", "--tb=short"]
+options = ["-x", "-v", "--durations=40", "-p", "no:cacheprovider", f"--timeout={seconds}", "--tb=short"]
 # Folders of its own: ranks that share them remove those of earlier runs at the same time, and trip over each other.
 options.append(f"--basetemp={folder}/folders{rank}")
 os.execv(sys.executable, [sys.executable, "-m", "mpi4py", "-m", "pytest", *options, *checks])
