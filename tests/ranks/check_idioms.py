@@ -215,6 +215,26 @@ def test_losses_that_are_sums_or_vectors(kind):
     compare(make)
 
 
+class Endpoint(keras.layers.Layer):
+    """Computes the loss itself, from targets that are among the inputs, as a sum over samples."""
+
+    def call(self, x, targets):
+        self.add_loss(0.01 * ops.sum(ops.square(x - targets)))
+        return x
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_targets_among_the_inputs(named):
+    def make():
+        x, y = keras.Input((4,), name="x"), keras.Input((1,), name="y")
+        inputs = {"x": x, "y": y} if named else [x, y]
+        model = keras.Model(inputs, Endpoint()(keras.layers.Dense(1)(x), y))
+        model.compile(keras.optimizers.SGD(0.05))
+        return model
+
+    compare(make, x={"x": X, "y": Y} if named else [X, Y], y=None)
+
+
 def test_a_loss_that_is_neither_is_refused():
     model = dense(Adds(lambda x: ops.logsumexp(x)))
     model.compile("sgd", "mse")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import xxhash
 from keras import tree
@@ -70,7 +71,7 @@ class ShardedArrays(DataAdapter):  # type: ignore[misc, valid-type]
 
     def rows(self, count: int) -> Any:
         """Returns the first rows of what the model is called with."""
-        x = self._inputs[0]
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(self._inputs)
         return tree.map_structure(lambda c: np.asarray(c[:count]), x)
 
     def _order(self, epoch: int) -> np.ndarray:
