@@ -1,4 +1,4 @@
-# Everything runs in .venv, which these targets make and fill themselves: a fresh machine needs Python 3.11 to 3.13,
+# Everything runs in .venv, or another folder by VENV=, which these targets make and fill themselves: a fresh machine needs Python 3.11 to 3.13,
 # git, make and a C++17 compiler. `make help` lists the targets.
 
 PYTHON ?= python3
@@ -8,40 +8,44 @@ TORCH ?= torch==2.13.0
 LINTERS := ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
 PYTEST_ARGS ?=
 
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native examples/c -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak test-mpi gan3d largebatch bench bench-hosts bench-peers lint format clean
+.PHONY: help demo test soak test-oldest test-mpi gan3d largebatch bench bench-hosts bench-peers lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
-demo: .venv/stamp-demo  ## train a CNN on real digits on 1 rank and on 2; charts go to results/
+demo: $(VENV)/stamp-demo  ## train a CNN on real digits on 1 rank and on 2; charts go to results/
 	$(BIN)/python -m examples.cnn.demo
 
 # Two files at a time: many tests wait for time limits. Tests that share a job keep together: tests/conftest.py.
-test: .venv/stamp-test  ## all tests, ranks started by mpiexec included
+test: $(VENV)/stamp-test  ## all tests, ranks started by mpiexec included
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope $(PYTEST_ARGS)
 
-soak: .venv/stamp-test  ## the tests that `make test` leaves out because they take long
+soak: $(VENV)/stamp-test  ## the tests that `make test` leaves out because they take long
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
-gan3d: .venv/stamp-demo  ## train the 3DGAN on 1 rank and on 2, several seeds; about 20 minutes; report in results/gan3d
+test-oldest:  ## the tests with the oldest Keras, TensorFlow and JAX that are supported, in .venv-oldest
+	PIP_CONSTRAINT=$(CURDIR)/tests/oldest.txt $(MAKE) test VENV=.venv-oldest
+
+gan3d: $(VENV)/stamp-demo  ## train the 3DGAN on 1 rank and on 2, several seeds; about 20 minutes; report in results/gan3d
 	$(BIN)/python -m examples.gan3d.study
 
-largebatch: .venv/stamp-demo  ## train with batches of 64 to 4,096 by SGD and by LARS, three seeds; report in results/largebatch
+largebatch: $(VENV)/stamp-demo  ## train with batches of 64 to 4,096 by SGD and by LARS, three seeds; report in results/largebatch
 	$(BIN)/python -m examples.largebatch.study
 
-test-mpi: .venv/stamp-test  ## train on 2 hosts with every MPI, by mpiexec and srun (root; Slurm; Debian's mpich, openmpi-bin)
+test-mpi: $(VENV)/stamp-test  ## train on 2 hosts with every MPI, by mpiexec and srun (root; Slurm; Debian's mpich, openmpi-bin)
 	$(BIN)/python -m pytest --every-mpi -m mpi tests/cluster/test_mpis.py $(PYTEST_ARGS)
 
 BENCH := $(BIN)/python -m benchmarks
 PAGE := $(BENCH) page docs/performance/*.json --out docs/performance.md
 
-bench: .venv/stamp-demo  ## measure the engine against the MPI library, and training steps; writes docs/performance.md
+bench: $(VENV)/stamp-demo  ## measure the engine against the MPI library, and training steps; writes docs/performance.md
 	mkdir -p docs/performance
 	$(BENCH) allreduce --ranks 2 --json docs/performance/$(MPI).json --plot docs/performance/$(MPI).png
 	$(BENCH) overlap --ranks 2 --json docs/performance/$(MPI)-overlap.json
@@ -49,53 +53,53 @@ bench: .venv/stamp-demo  ## measure the engine against the MPI library, and trai
 	cp results/benchmark/lenet/benchmark.json docs/performance/training-lenet.json
 	$(PAGE)
 
-bench-hosts: .venv/stamp-demo  ## the same on 2 hosts made of namespaces, 2 ranks each (needs root and iproute2)
+bench-hosts: $(VENV)/stamp-demo  ## the same on 2 hosts made of namespaces, 2 ranks each (needs root and iproute2)
 	mkdir -p docs/performance
 	$(BENCH) allreduce --ranks 2 --hosts 2 --json docs/performance/$(MPI)-hosts.json
 	$(BENCH) allreduce --ranks 2 --hosts 2 --bytes 128Ki,1Mi,8Mi,64Mi --wire-dtype float16 --json docs/performance/$(MPI)-hosts-float16.json
 	$(PAGE)
 
 # Every backend, so TORCH and JAX as well: the environment of the tests.
-bench-peers: .venv/stamp-test  ## training steps beside mpi4py, DDP and DataParallel, each in its own environment; an hour
+bench-peers: $(VENV)/stamp-test  ## training steps beside mpi4py, DDP and DataParallel, each in its own environment; an hour
 	status=0; for model in lenet resnet50 mlp; do \
 	  $(BIN)/python -m benchmarks.peers.compare --model $$model --out results/peers || status=1; \
 	  cp results/peers/$$model.json docs/performance/peers-$$model.json || status=1; done; \
 	$(PAGE) && exit $$status
 
-lint: .venv/stamp-test .venv/stamp-lint  ## ruff, clang-format, mypy
+lint: $(VENV)/stamp-test $(VENV)/stamp-lint  ## ruff, clang-format, mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
 	$(BIN)/mypy
 
-format: .venv/stamp-lint  ## let ruff and clang-format rewrite the sources
+format: $(VENV)/stamp-lint  ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
-clean:  ## remove builds, caches and results; the environment stays (rm -r .venv removes it)
-	rm -rf build dist results .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv/stamp-*
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+clean:  ## remove builds, caches and results; the environment stays (rm -r $(VENV) removes it)
+	rm -rf build dist results .mypy_cache .pytest_cache .ruff_cache .hypothesis $(VENV)/stamp-*
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
-.venv/bin/python:
+$(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14) and "keras_hpc needs Python 3.11 to 3.13; try: make PYTHON=python3.11")'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 
 # What pyproject.toml names as build requirements, plus cmake and ninja, so that --no-build-isolation finds them.
-.venv/stamp-build: pyproject.toml | .venv/bin/python
+$(VENV)/stamp-build: pyproject.toml | $(VENV)/bin/python
 	$(PIP) cmake ninja $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])')
 	touch $@
 
 # Editable, because Python started in the repository root would otherwise import the source folder, which has no _native.
-.venv/stamp-demo: .venv/stamp-build $(NATIVE)
+$(VENV)/stamp-demo: $(VENV)/stamp-build $(NATIVE)
 	$(PIP) --no-build-isolation --editable '.[tensorflow,$(MPI),examples]'
 	touch $@
 
-.venv/stamp-test: .venv/stamp-demo
+$(VENV)/stamp-test: $(VENV)/stamp-demo
 	$(PIP) '$(TORCH)'
 	$(PIP) --no-build-isolation --editable '.[tensorflow,jax,$(MPI),examples,test]'
 	touch $@
 
-.venv/stamp-lint: Makefile | .venv/bin/python
+$(VENV)/stamp-lint: Makefile | $(VENV)/bin/python
 	$(PIP) $(LINTERS)
 	touch $@

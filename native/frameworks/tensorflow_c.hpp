@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The part of TensorFlow's C API that our operations use, bound at run time to the TensorFlow of this process.
 //
-// Our own declarations, so that no TensorFlow is needed to build and one binary serves 2.16 to today's.
+// Our own declarations, so that no TensorFlow is needed to build and one binary serves 2.17 to today's.
 #pragma once
 #include <dlfcn.h>
 
