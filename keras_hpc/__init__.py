@@ -82,7 +82,7 @@ __all__ = [
 if not _typing.TYPE_CHECKING:
 
     def __getattr__(name: str):
-        """Imports these when they are asked for: they need Keras, and `python -m keras_hpc plan` does not."""
+        """Import these when they are asked for: they need Keras, and `python -m keras_hpc plan` does not."""
         if name in ("callbacks", "optimizers", "schedules"):
             return _importlib.import_module(f"keras_hpc.{name}")
         raise AttributeError(f"module 'keras_hpc' has no attribute {name!r}")

@@ -8,7 +8,7 @@ from keras_hpc.tools import doctor, plan, run, template
 
 
 def main() -> int:
-    """Runs the subcommand that the command line names; returns the exit status."""
+    """Run the subcommand that the command line names, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m keras_hpc", description="Tools of keras_hpc.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor.add_command(commands)

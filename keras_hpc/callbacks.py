@@ -91,7 +91,7 @@ class CommunicationReport(keras.callbacks.Callback):  # type: ignore[misc]
         self._meter = None if self._team is None else meter.Meter(self._team)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Adds the figures of the epoch to `logs`."""
+        """Add the figures of the epoch to `logs`."""
         if logs is not None and self._team is not None and self._meter is not None:
             own = self._meter.read().logs(self._team.index)
             values = np.array(list(own.values()), np.float64)
@@ -128,7 +128,7 @@ class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc]
         self._done = False
 
     def set_model(self, model: Any) -> None:
-        """Keeps the compiled learning rate, before another callback restores a later one."""
+        """Keep the compiled learning rate, before another callback restores a later one."""
         super().set_model(model)
         optimizer = model.optimizer
         schedule = getattr(optimizer, "_learning_rate", None)
@@ -142,14 +142,14 @@ class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc]
             self._rate = float(schedule)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Sets the rate of the epoch; one that lies past the warm-up is not touched."""
+        """Set the rate of the epoch; one that lies past the warm-up is not touched."""
         self._epoch = epoch
         if epoch == 0 or epoch < self.epochs:
             self._set(epoch)
         self._done = epoch >= self.epochs
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Sets the rate of the step."""
+        """Set the rate of the step."""
         steps = self.params.get("steps")
         if steps and not self._done:
             self._set(self._epoch + (batch + 1) / steps)
@@ -186,12 +186,12 @@ class RootOnly(keras.callbacks.Callback):  # type: ignore[misc]
         self.callback = callback
 
     def set_params(self, params: Any) -> None:
-        """Passes them on."""
+        """Pass them on."""
         super().set_params(params)
         self.callback.set_params(params)
 
     def set_model(self, model: Any) -> None:
-        """Passes it on."""
+        """Pass it on."""
         super().set_model(model)
         self.callback.set_model(model)
 

@@ -82,14 +82,14 @@ class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
         self.clip = clip
 
     def build(self, variables: Any) -> None:
-        """Makes a velocity for each variable."""
+        """Make a velocity for each variable."""
         if self.built:
             return
         super().build(variables)
         self._velocities = self.add_optimizer_variables(variables, "velocity")
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Moves a variable."""
+        """Move a variable."""
         velocity = self._velocities[self._get_variable_index(variable)]
         gradient = ops.cast(gradient, variable.dtype)
         rate = ops.cast(learning_rate, variable.dtype)
@@ -104,7 +104,7 @@ class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
             self.assign_sub(variable, velocity)
 
     def _trust(self, gradient: Any, variable: Any) -> Any:
-        """Returns lambda, a scalar of float32."""
+        """Return lambda, a scalar of float32."""
         weight, slope = (ops.sqrt(ops.sum(ops.square(ops.cast(x, "float32")))) for x in (variable, gradient))
         known = ops.logical_and(weight > 0, slope > 0)
         below = ops.where(known, slope + self.lars_weight_decay * weight + self.epsilon, 1.0)
@@ -112,7 +112,7 @@ class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
         return ops.minimum(trust, 1.0) if self.clip else trust
 
     def get_config(self) -> dict[str, Any]:
-        """Returns what the optimizer is made from."""
+        """Return what the optimizer is made from."""
         config: dict[str, Any] = super().get_config()
         del config["weight_decay"]
         names = ("momentum", "trust_coefficient", "lars_weight_decay", "epsilon", "nesterov", "clip")

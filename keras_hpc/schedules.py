@@ -66,7 +66,7 @@ class WarmupPolynomial(keras.optimizers.schedules.LearningRateSchedule):  # type
         self.power = power
 
     def __call__(self, step: Any) -> Any:
-        """Returns the rate of a step, a scalar of float32."""
+        """Return the rate of a step, a scalar of float32."""
         step = ops.cast(step, "float32")
         risen = ops.minimum(step / max(self.warmup_steps, 1), 1.0)
         up = self.initial_learning_rate + (self.peak_learning_rate - self.initial_learning_rate) * risen
@@ -75,7 +75,7 @@ class WarmupPolynomial(keras.optimizers.schedules.LearningRateSchedule):  # type
         return ops.where(step < self.warmup_steps, up, down)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns what the schedule is made from."""
+        """Return what the schedule is made from."""
         names = (
             "peak_learning_rate",
             "total_steps",
@@ -88,7 +88,7 @@ class WarmupPolynomial(keras.optimizers.schedules.LearningRateSchedule):  # type
 
 
 def linear_scaling(learning_rate: float, factor: float | None = None) -> float:
-    """Returns the rate for a batch that is `factor` times as large: as many times the rate (Goyal et al., 2017).
+    """Return the rate for a batch that is `factor` times as large: as many times the rate (Goyal et al., 2017).
 
     Args:
         learning_rate: that works for one rank.
@@ -98,7 +98,7 @@ def linear_scaling(learning_rate: float, factor: float | None = None) -> float:
 
 
 def square_root_scaling(learning_rate: float, factor: float | None = None) -> float:
-    """Returns the rate for a batch that is `factor` times as large, so that noise stays alike (Krizhevsky, 2014).
+    """Return the rate for a batch that is `factor` times as large, so that noise stays alike (Krizhevsky, 2014).
 
     Args:
         learning_rate: that works for one rank.

@@ -30,7 +30,7 @@ def init(
     trace: str | None = None,
     keep_memory: bool = True,
 ) -> None:
-    """Makes this Keras script one rank of a data-parallel job. Collective.
+    """Make this Keras script one rank of a data-parallel job. Collective.
 
     Call it once, before `model.compile` and `model.fit`, which stay as they are, and before anything is computed: it
     also gives each rank of a node its share of the cores, unless you have set the numbers of threads.
@@ -77,7 +77,7 @@ def init(
         undo.enter_context(resources.environment_kept())
 
         def prepared() -> ModuleType:
-            """Does what may be refused on one rank alone."""
+            """Do what may be refused on one rank alone."""
             _check_arguments(
                 teams, threads_per_team, batch, wire_dtype, timeout_seconds, stall_seconds, check_replicas_every
             )
@@ -155,7 +155,7 @@ def init(
 
 
 def finalize() -> None:
-    """Ends the job and takes every hook out of Keras again. Collective. The end of the process does it, too.
+    """End the job and take every hook out of Keras again. Collective. The end of the process does it, too.
 
     Whatever of it fails, the rest is done.
     """

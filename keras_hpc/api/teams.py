@@ -88,7 +88,7 @@ def _check_unused(team: Team) -> None:
 
 
 def _restrict(index: int, ranks: Sequence[int]) -> Team:
-    """Makes a team anew, of some ranks. Collective on all ranks of the job."""
+    """Make a team anew, of some ranks. Collective on all ranks of the job."""
     from mpi4py import MPI
 
     this = current.job()
@@ -122,7 +122,7 @@ def _restrict(index: int, ranks: Sequence[int]) -> Team:
 
 
 def drain(model: Any) -> None:
-    """Applies the averages that pipelined teams still hold back from a model's variables. Collective.
+    """Apply the averages that pipelined teams still hold back from a model's variables. Collective.
 
     `fit`, `evaluate` and `predict` do so themselves. For loops around `train_on_batch`: before they keep the state of a
     training, and at their end.
@@ -134,7 +134,7 @@ def drain(model: Any) -> None:
 
 
 def check_wire(wire_dtype: Any) -> None:
-    """Raises ValueError unless it is None or a dtype of 16 bits."""
+    """Raise ValueError unless it is None or a dtype of 16 bits."""
     if wire_dtype not in (None, "float16", "bfloat16"):
         raise ValueError(
             "`wire_dtype` is what gradients are rounded to between nodes. Expected None, 'float16' or 'bfloat16'. "

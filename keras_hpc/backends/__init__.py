@@ -31,7 +31,7 @@ _SUPPORTED = ("tensorflow", "jax", "torch")
 
 
 def current() -> ModuleType:
-    """Returns the module for the Keras backend in use.
+    """Return the module for the Keras backend in use.
 
     Raises:
         RuntimeError: keras_hpc has no module for this backend.
@@ -48,7 +48,7 @@ def current() -> ModuleType:
 
 
 def library_path(name: str) -> str:
-    """Returns the path of a native library of ours, which lies beside the extension module.
+    """Return the path of a native library of ours, which lies beside the extension module.
 
     Raises:
         ImportError: the library is not installed.

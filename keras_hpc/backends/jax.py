@@ -32,7 +32,7 @@ _ALLREDUCE = "khpc_jax_allreduce"
 
 @functools.cache
 def load() -> None:
-    """Registers the FFI handlers. Starts JAX's backends.
+    """Register the FFI handlers. Start JAX's backends.
 
     Raises:
         RuntimeError: JAX computes on something else than one CPU device.
@@ -106,7 +106,7 @@ def turn(
 
 
 def repeat(plan: Any, updates: Any, reduced: Sequence[Any], state: Any, update: Callable[[Any, list[Any]], Any]) -> Any:
-    """Makes the updates of a step: calls `update(state, gradients)`, which returns the next state. Collective."""
+    """Make the updates of a step: call `update(state, gradients)`, which returns the next state. Collective."""
     if not any(map(is_traced, (*reduced, updates))):
         for number in range(int(updates)):
             reduced = reduced if number == 0 else jax.block_until_ready(_second_program(plan.id)(list(reduced)))
@@ -239,22 +239,22 @@ def from_numpy(array: np.ndarray, like: Any) -> jax.Array:
 
 
 def is_traced(x: Any) -> bool:
-    """Returns whether `x` stands for a value inside a transformation such as `jax.jit`."""
+    """Return whether `x` stands for a value inside a transformation such as `jax.jit`."""
     return isinstance(x, jax.core.Tracer)
 
 
 def view(x: Any) -> np.ndarray:
-    """Returns the value of an array or variable, to be read at once."""
+    """Return the value of an array or variable, to be read at once."""
     return np.asarray(getattr(x, "value", x))
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """Returns a copy of the value of an array or variable."""
+    """Return a copy of the value of an array or variable."""
     return np.array(view(x))
 
 
 def assign(variable: Any, value: np.ndarray) -> None:
-    """Sets a variable."""
+    """Set a variable."""
     # JAX may go on reading NumPy's memory, or use it as its own, after it has returned. So it gets its own copy.
     variable.assign(jnp.asarray(np.array(value)))
 
@@ -286,7 +286,7 @@ def _second(plan: int, buffers: Sequence[Any]) -> list[jax.Array]:
 def _call(
     target: str, buffers: Sequence[Any], others: Sequence[Any], more: Sequence[Any] = (), **attributes: int
 ) -> list[jax.Array]:
-    """Calls a handler that changes `buffers` in place and may have `more` results."""
+    """Call a handler that changes `buffers` in place and may have `more` results."""
     call = jax.ffi.ffi_call(
         target,
         [*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in buffers), *more],
@@ -298,7 +298,7 @@ def _call(
 
 
 def check_when_run(check: Callable[..., None], *values: Any) -> None:
-    """Calls `check` whenever the function that is being traced runs, or now; what it raises ends that run.
+    """Call `check` whenever the function that is being traced runs, or now; what it raises ends that run.
 
     Args:
         check: gets arrays.

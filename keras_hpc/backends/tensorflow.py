@@ -18,7 +18,7 @@ NEEDS_THREAD = False
 
 
 def load() -> None:
-    """Loads the operations.
+    """Load the operations.
 
     Raises:
         ImportError: the library is missing, or does not fit this TensorFlow.
@@ -123,7 +123,7 @@ def turn(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = No
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def repeat(plan: Any, updates: Any, reduced: Sequence[Any], update: Callable[[list[Any]], None]) -> None:
-    """Makes the updates of a step: calls `update` with what each applies. Collective."""
+    """Make the updates of a step: call `update` with what each applies. Collective."""
 
     def first() -> tf.Operation:
         update(list(reduced))
@@ -140,7 +140,7 @@ def repeat(plan: Any, updates: Any, reduced: Sequence[Any], update: Callable[[li
 
 
 def allgather_rows(team: Any, tensor: Any) -> tf.Tensor:
-    """Returns the rows of all ranks of a team, in rank order.
+    """Return the rows of all ranks of a team, in rank order.
 
     Collective. Blocks.
 
@@ -227,24 +227,24 @@ def from_numpy(array: np.ndarray, like: Any) -> tf.Tensor:
 
 
 def is_traced(x: Any) -> bool:
-    """Returns whether `x` is a tensor of a graph under construction, without a value yet."""
+    """Return whether `x` is a tensor of a graph under construction, without a value yet."""
     return isinstance(x, tf.Tensor) and not hasattr(x, "numpy")
 
 
 def view(x: Any) -> np.ndarray:
-    """Returns the value of a tensor or variable, to be read at once."""
+    """Return the value of a tensor or variable, to be read at once."""
     tensor = tf.convert_to_tensor(x)
     # `numpy()` copies an array. Of a scalar it makes NumPy's, which the other way cannot for every type.
     return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """Returns a copy of the value of a tensor or variable."""
+    """Return a copy of the value of a tensor or variable."""
     return np.array(view(x))
 
 
 def assign(variable: Any, value: np.ndarray) -> None:
-    """Sets a variable."""
+    """Set a variable."""
     variable.assign(value)
 
 
@@ -256,7 +256,7 @@ def _checked(x: Any, spec: Any) -> tf.Tensor:
 
 
 def check_when_run(check: Callable[..., None], *values: Any) -> None:
-    """Calls `check` whenever the function that is being traced runs, or now; what it raises ends that run.
+    """Call `check` whenever the function that is being traced runs, or now; what it raises ends that run.
 
     Args:
         check: gets NumPy arrays.

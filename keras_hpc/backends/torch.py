@@ -14,7 +14,7 @@ NEEDS_THREAD = False
 
 
 def load() -> None:
-    """Does nothing: PyTorch's tensors lend their memory to NumPy, and so to the engine."""
+    """Do nothing: PyTorch's tensors lend their memory to NumPy, and so to the engine."""
 
 
 def limit_threads(count: int, teams: int = 1) -> tuple[list[str], list[str]]:
@@ -75,7 +75,7 @@ def turn(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = No
 
 
 def repeat(plan: Any, updates: int, reduced: Sequence[Any], update: Callable[[list[Any]], None]) -> None:
-    """Makes the updates of a step: calls `update` with what each applies. Collective."""
+    """Make the updates of a step: call `update` with what each applies. Collective."""
     for number in range(updates):
         if number > 0:
             copies = [torch.empty_like(x, device="cpu") for x in reduced]
@@ -112,7 +112,7 @@ class Gradients:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def give(self, index: int, gradient: torch.Tensor, weight: Any) -> torch.Tensor:
-        """Starts the reduction of a gradient.
+        """Start the reduction of a gradient.
 
         Args:
             index: its number in the plan.
@@ -145,7 +145,7 @@ class Gradients:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def reduce(self, gradients: Sequence[torch.Tensor | None], weight: Any) -> list[torch.Tensor | None]:
-        """Gives the gradients that were not given yet, and waits for all means. Collective.
+        """Give the gradients that were not given yet, and wait for all means. Collective.
 
         Args:
             gradients: one for each of the plan's, in its order, or None.
@@ -202,7 +202,7 @@ class Gradients:
 
 
 def gradients_of(plan: Any) -> Gradients:
-    """Returns the gradients of a plan: the same object at every call."""
+    """Return the gradients of a plan: the same object at every call."""
     if plan.kept is None:
         plan.kept = Gradients(plan)
     gradients: Gradients = plan.kept
@@ -235,7 +235,7 @@ def code_is_compiled() -> bool:
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that runs as it is where `torch.compile` compiles its caller."""
+    """Return a function that runs as it is where `torch.compile` compiles its caller."""
     wrapped: Callable[..., Any] = torch.compiler.disable(function)
     return wrapped
 
@@ -291,12 +291,12 @@ def copy_to(tensor: torch.Tensor, array: np.ndarray) -> None:
 
 
 def is_traced(x: Any) -> bool:
-    """Returns False: what `torch.compile` compiles is left for every reduction, which so always sees values."""
+    """Return False: what `torch.compile` compiles is left for every reduction, which so always sees values."""
     return False
 
 
 def view(x: Any) -> np.ndarray:
-    """Returns the value of a tensor or variable, to be read at once."""
+    """Return the value of a tensor or variable, to be read at once."""
     value = torch.as_tensor(getattr(x, "value", x)).detach().cpu()
     if value.dtype == torch.bfloat16:
         words: np.ndarray = value.contiguous().view(torch.int16).numpy()
@@ -306,13 +306,13 @@ def view(x: Any) -> np.ndarray:
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """Returns a copy of the value of a tensor or variable."""
+    """Return a copy of the value of a tensor or variable."""
     return np.array(view(x))
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def assign(variable: Any, value: np.ndarray) -> None:
-    """Sets a variable."""
+    """Set a variable."""
     variable.assign(value)
 
 
@@ -337,5 +337,5 @@ def _bytes(x: torch.Tensor) -> np.ndarray:
 
 
 def check_when_run(check: Callable[..., None], *values: Any) -> None:
-    """Calls `check` with NumPy arrays of the tensors `values`: PyTorch runs what it is given."""
+    """Call `check` with NumPy arrays of the tensors `values`: PyTorch runs what it is given."""
     check(*map(to_numpy, values))

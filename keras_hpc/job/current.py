@@ -79,13 +79,13 @@ class Job:
 
 
 def begin(job: Job) -> None:
-    """Makes `job` the job of this process."""
+    """Make `job` the job of this process."""
     global _job, _had_job
     _job, _had_job = job, True
 
 
 def had_job() -> bool:
-    """Returns whether this process has, or had, a job."""
+    """Return whether this process has, or had, a job."""
     return _had_job
 
 
@@ -105,12 +105,12 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def of_parent() -> Job | None:
-    """Returns the job of the process that forked this one; None in a process that is a rank itself, or has no job."""
+    """Return the job of the process that forked this one; None in a process that is a rank itself, or has no job."""
     return _of_parent
 
 
 def job() -> Job:
-    """Returns the job.
+    """Return the job.
 
     Raises:
         NotInitializedError: before `init` or after `finalize`.
@@ -121,37 +121,37 @@ def job() -> Job:
 
 
 def is_initialized() -> bool:
-    """Returns whether there is a job: `init` was called, `finalize` was not."""
+    """Return whether there is a job: `init` was called, `finalize` was not."""
     return _job is not None
 
 
 def rank() -> int:
-    """Returns this process' number, 0 to `size() - 1`."""
+    """Return this process' number, 0 to `size() - 1`."""
     return job().rank
 
 
 def size() -> int:
-    """Returns the number of ranks."""
+    """Return the number of ranks."""
     return job().size
 
 
 def local_rank() -> int:
-    """Returns this rank's number on its node, 0 to `local_size() - 1`."""
+    """Return this rank's number on its node, 0 to `local_size() - 1`."""
     return job().local_rank
 
 
 def local_size() -> int:
-    """Returns the number of ranks on this node."""
+    """Return the number of ranks on this node."""
     return job().local_size
 
 
 def node() -> int:
-    """Returns the number of this node, 0 to `node_count() - 1`."""
+    """Return the number of this node, 0 to `node_count() - 1`."""
     return job().node
 
 
 def node_count() -> int:
-    """Returns the number of nodes."""
+    """Return the number of nodes."""
     return job().node_count
 
 
@@ -179,29 +179,29 @@ def local() -> Iterator[None]:
 
 
 def is_local() -> bool:
-    """Returns whether this thread is inside `local()`."""
+    """Return whether this thread is inside `local()`."""
     return getattr(_local, "depth", 0) > 0
 
 
 def anyone_is_local() -> bool:
-    """Returns whether some thread is inside `local()`: a framework may call back from a thread of its own."""
+    """Return whether some thread is inside `local()`: a framework may call back from a thread of its own."""
     return _in_local > 0
 
 
 def before_leaving_local(wait: Callable[[], object]) -> None:
-    """Calls `wait` at the end of each `local()`: a framework may run later what was called inside."""
+    """Call `wait` at the end of each `local()`: a framework may run later what was called inside."""
     _before_leaving.add(wait)
 
 
 def active() -> bool:
-    """Returns whether this call works together with other ranks, or with other steps."""
+    """Return whether this call works together with other ranks, or with other steps."""
     if _job is None or is_local():
         return False
     return _job.size > 1 or _job.delayed
 
 
 def notice(text: str) -> None:
-    """Logs one line of information on rank 0."""
+    """Log one line of information on rank 0."""
     if _job is None or _job.rank == 0:
         log.info(text)
 
@@ -226,7 +226,7 @@ def assign_team(model_or_optimizer: Any, team: int) -> None:
 
 
 def team_number(team: Any) -> Team:
-    """Returns a team by its number.
+    """Return a team by its number.
 
     Raises:
         ValueError: there is no such team.
@@ -241,7 +241,7 @@ def team_number(team: Any) -> Team:
 
 
 def team_of(owner: Any) -> Team:
-    """Returns the team of a model, an optimizer or a layer: as assigned, else team 0."""
+    """Return the team of a model, an optimizer or a layer: as assigned, else team 0."""
     this = job()
     number = this.known.teams.get(owner)
     optimizer = getattr(owner, "optimizer", None)

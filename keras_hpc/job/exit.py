@@ -75,7 +75,7 @@ class Guard:
         sys.excepthook, sys.exit = excepthook, exit_  # type: ignore[assignment]
 
     def _note(self, error: SystemExit, code: int) -> None:
-        """Notes the exit code once nobody can catch `error` any more.
+        """Note the exit code once nobody can catch `error` any more.
 
         SystemExit may be caught, so when it is raised it means nothing. The interpreter drops an uncaught one when no
         frame of Python runs any more; one that was caught is dropped while the program goes on.
@@ -94,13 +94,13 @@ class Guard:
         self._exits.append(weakref.ref(mark, dropped))
 
     def remove(self) -> None:
-        """Gives `sys` back what it had."""
+        """Give `sys` back what it had."""
         if self._previous is not None:
             sys.excepthook, sys.exit = self._previous
             self._previous = None
 
     def abort(self, code: int, reason: str) -> None:
-        """Ends the job at once, after rank 0 and this rank have said why."""
+        """End the job at once, after rank 0 and this rank have said why."""
         from mpi4py import MPI
 
         _log.error("rank %d ends the job: %s", self._rank, reason)
@@ -114,7 +114,7 @@ class Guard:
 
 
 def leave_child(job: Job) -> None:
-    """Ends a forked child of a rank. It must not end MPI, as mpi4py does at the end of a process: it is the parent's.
+    """End a forked child of a rank. It must not end MPI, as mpi4py does at the end of a process: it is the parent's.
 
     Args:
         job: of the parent.

@@ -145,7 +145,7 @@ def connect(comm: Any) -> World:
 
 
 def check_threads(world: World) -> None:
-    """Raises LaunchError unless several threads may call MPI."""
+    """Raise LaunchError unless several threads may call MPI."""
     if world.size == 1:
         return
     from mpi4py import MPI
@@ -246,7 +246,7 @@ def threads_per_team(world: World, asked: int | Literal["auto"], cores: int, *, 
 
 
 def mpi_version(world: World | None) -> str:
-    """Returns name and version of the MPI library, one line."""
+    """Return name and version of the MPI library, one line."""
     if world is not None and world.comm is None:
         return "no MPI"
     from mpi4py import MPI
@@ -274,7 +274,7 @@ def _handle(thing: Any) -> int:
 
 
 def _unlink_shared_memory() -> None:
-    """Removes the names of the files in /dev/shm through which MPI has mapped this node's shared memory.
+    """Remove the names of the files in /dev/shm through which MPI has mapped this node's shared memory.
 
     The memory itself stays until the last rank unmaps it, however that rank ends. Call it on one rank of each node,
     after all ranks of the node have gone through MPI_Init.

@@ -10,18 +10,18 @@ _handler: logging.Handler | None = None
 
 
 def info(text: str) -> None:
-    """Logs one line of information from this rank."""
+    """Log one line of information from this rank."""
     _show_notices()
     _log.info(text)
 
 
 def warning(text: str) -> None:
-    """Logs one warning from this rank."""
+    """Log one warning from this rank."""
     _log.warning(text)
 
 
 def reset() -> None:
-    """Takes out what `info` has put into Python's logging."""
+    """Take out what `info` has put into Python's logging."""
     global _handler
     if _handler is not None:
         _log.removeHandler(_handler)

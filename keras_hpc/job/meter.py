@@ -38,7 +38,7 @@ class Figures:
         return self.bytes / self.wire_seconds / 1e9 if self.wire_seconds > 0 else 0.0
 
     def logs(self, team: int) -> dict[str, float]:
-        """Returns them as values for a callback's `logs`: per step, in milliseconds and megabytes."""
+        """Return them as values for a callback's `logs`: per step, in milliseconds and megabytes."""
         steps = max(self.steps, 1)
         name = f"communication/team{team}"
         return {
@@ -72,7 +72,7 @@ class Meter:
         return int(self._last["steps"])
 
     def read(self) -> Figures:
-        """Returns the figures since the last call, or since the meter was made."""
+        """Return the figures since the last call, or since the meter was made."""
         now, last = self._team.report(), self._last
         self._last = now
         return Figures(
@@ -85,7 +85,7 @@ class Meter:
 
 
 def after_step() -> None:
-    """Logs what teams with `report_every` have done since their last report. On each team's first rank."""
+    """Log what teams with `report_every` have done since their last report. On each team's first rank."""
     job = current.job()
     for team in job.teams:
         if team.report_every is None or team.rank != 0:

@@ -75,11 +75,11 @@ class Known:
         self.gone: list[str] = []
 
     def model(self, model: Any) -> ModelState:
-        """Returns the state of a model, or of a layer that is used as one."""
+        """Return the state of a model, or of a layer that is used as one."""
         return self._models.setdefault(model, ModelState())
 
     def optimizer(self, optimizer: Any) -> OptimizerState:
-        """Returns the state of an optimizer."""
+        """Return the state of an optimizer."""
         return self._optimizers.setdefault(optimizer, OptimizerState())
 
     def keep_local(self, layer: Any) -> None:
@@ -87,19 +87,19 @@ class Known:
         self._local_layers[layer] = True
 
     def local_layers(self) -> list[Any]:
-        """Returns the layers whose variables are each rank's own."""
+        """Return the layers whose variables are each rank's own."""
         return list(self._local_layers)
 
     def models(self) -> list[tuple[Any, ModelState]]:
-        """Returns the models that are known, with their states."""
+        """Return the models that are known, with their states."""
         return list(self._models.items())
 
     def optimizers(self) -> list[tuple[Any, OptimizerState]]:
-        """Returns the optimizers that are known, with their states."""
+        """Return the optimizers that are known, with their states."""
         return list(self._optimizers.items())
 
     def key_of(self, owner: Any, kind: str) -> str:
-        """Returns the name of the plans of a model, optimizer or layer.
+        """Return the name of the plans of a model, optimizer or layer.
 
         They are counted by their first use, and a number is never given again: so the name is the same on every rank,
         whatever their garbage collectors do.
@@ -110,5 +110,5 @@ class Known:
         return self._keys[owner]
 
     def next_move(self) -> int:
-        """Returns a number larger than those before: the order in which models trained, the same on all ranks."""
+        """Return a number larger than those before: the order in which models trained, the same on all ranks."""
         return next(self._moves)

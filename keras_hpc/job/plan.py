@@ -23,7 +23,7 @@ class TensorSpec:
     dtype: str
 
     def misfit(self, shape: Sequence[Any], dtype: str) -> ValueError:
-        """Returns what to raise for a tensor of another shape or dtype."""
+        """Return what to raise for a tensor of another shape or dtype."""
         return ValueError(
             f"A tensor does not fit the plan. Expected: {self.name} of shape {self.shape} and dtype {self.dtype}. "
             f"Received: shape {tuple(shape)}, dtype {dtype}"
@@ -65,7 +65,7 @@ class Plan:
         self.kept: Any = None
 
     def start(self, tensor: int, array: np.ndarray, weight: float = 1.0) -> None:
-        """Starts the reduction of a contiguous array. `wait` ends it.
+        """Start the reduction of a contiguous array. `wait` ends it.
 
         The result replaces it; with `in_segment=True` it replaces what `array` returns, where others are copied to.
         """
@@ -76,7 +76,7 @@ class Plan:
         self._native.wait(tensor)
 
     def array(self, tensor: int) -> np.ndarray:
-        """Returns the memory of a tensor of a plan made with `in_segment=True`: where its result will be."""
+        """Return the memory of a tensor of a plan made with `in_segment=True`: where its result will be."""
         spec = self.tensors[tensor]
         array: np.ndarray = self._native.memory(tensor).view(dtype_of(spec.dtype)).reshape(spec.shape)
         return array
@@ -100,12 +100,12 @@ class Plan:
         self._native.second(tensor, bytes_of(array))
 
     def outstanding(self) -> bool:
-        """Returns whether a pipelined plan holds an average that no step has taken."""
+        """Return whether a pipelined plan holds an average that no step has taken."""
         outstanding: bool = self._native.outstanding()
         return outstanding
 
     def take(self, *, keep: bool = False) -> list[np.ndarray]:
-        """Returns the outstanding average of a pipelined plan, one array for each tensor.
+        """Return the outstanding average of a pipelined plan, one array for each tensor.
 
         Args:
             keep: leave it outstanding.
@@ -119,7 +119,7 @@ class Plan:
         return arrays
 
     def put(self, arrays: Sequence[np.ndarray]) -> None:
-        """Makes an average outstanding that `take` gave in an earlier process. Between steps, on every rank.
+        """Make an average outstanding that `take` gave in an earlier process. Between steps, on every rank.
 
         Args:
             arrays: one for each tensor.
@@ -141,7 +141,7 @@ def name_of(dtype: np.dtype[Any]) -> str:
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Returns NumPy's dtype of a name; "bfloat16" is not one of its own."""
+    """Return NumPy's dtype of a name; "bfloat16" is not one of its own."""
     if name == "bfloat16":
         import ml_dtypes
 

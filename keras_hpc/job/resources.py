@@ -52,7 +52,7 @@ def share_cores(
 def settings(
     names: Sequence[str] = (_OMP, "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "NPROC"),
 ) -> dict[str, str]:
-    """Returns what the environment says of threads."""
+    """Return what the environment says of threads."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
@@ -111,7 +111,7 @@ def keep_no_longer() -> None:
 
 
 def give_back() -> None:
-    """Gives back to the kernel, once, what `keep_freed` has kept: before a training, what loading the data has left."""
+    """Give back to the kernel, once, what `keep_freed` has kept: before a training, what loading the data has left."""
     global _holds_more
     if _holds_more:
         _holds_more = False

@@ -32,7 +32,7 @@ class Schedule:
         return self.kind == "pipelined"
 
     def window(self, steps: int | None) -> tuple[int, int]:
-        """Returns how many of a training's `steps` are synchronous at its start, and how many then are pipelined.
+        """Return how many of a training's `steps` are synchronous at its start, and how many then are pipelined.
 
         Raises:
             ValueError: that depends on the number of steps, and it is None.
@@ -95,7 +95,7 @@ class Team:
         in_segment: bool = False,
         pipelined: bool = False,
     ) -> Plan:
-        """Returns the plan for these tensors. Collective at the first call with these arguments.
+        """Return the plan for these tensors. Collective at the first call with these arguments.
 
         Args:
             key: a name, the same on all ranks. Two plans that may be in use at once need different keys.
@@ -296,7 +296,7 @@ class Team:
         return any(key.startswith("optimizer") for key, *_ in self._plans)
 
     def report(self) -> dict[str, Any]:
-        """Returns what the team did so far and the memory it holds: steps, bytes, seconds."""
+        """Return what the team did so far and the memory it holds: steps, bytes, seconds."""
         return dict(self.native.report())
 
     def leave(self) -> None:
@@ -330,10 +330,10 @@ class NonMemberTeam(Team):
         )
 
     def leave(self) -> None:
-        """Does nothing: this rank takes no part."""
+        """Do nothing: this rank takes no part."""
 
     def close(self) -> None:
-        """Does nothing: this rank holds nothing."""
+        """Do nothing: this rank holds nothing."""
 
 
 def _line(text: str) -> str:
@@ -344,7 +344,7 @@ def _line(text: str) -> str:
 def make_team(
     world: World, index: int, threads: int, timeout_seconds: float, stall_seconds: float, waiting: str = "auto"
 ) -> Team:
-    """Makes a team of all ranks. Collective.
+    """Make a team of all ranks. Collective.
 
     Args:
         world: the ranks.
@@ -367,7 +367,7 @@ def make_team(
 
 
 def _restore_choices(team: Team) -> None:
-    """Gives the team what an earlier job measured, and then what the user wants. Collective.
+    """Give the team what an earlier job measured, and then what the user wants. Collective.
 
     Raises:
         ValueError: the environment asks for ways of an allreduce that do not exist.

@@ -18,13 +18,13 @@ _steps: list[tuple[str, float, float]] = []  # name, begin and end by the engine
 
 
 def check(path: str) -> None:
-    """Raises OSError if the file cannot be written."""
+    """Raise OSError if the file cannot be written."""
     with open(path, "w"):
         pass
 
 
 def enable(path: str) -> None:
-    """Records from now on; `finish` writes the file."""
+    """Record from now on; `finish` writes the file."""
     global _path
     _path = pathlib.Path(path)
     _steps.clear()
@@ -33,7 +33,7 @@ def enable(path: str) -> None:
 
 @contextlib.contextmanager
 def step(name: str) -> Iterator[None]:
-    """Records a step of a model. JAX may end the call of a step before it ends the step."""
+    """Record a step of a model. JAX may end the call of a step before it ends the step."""
     if _path is None:
         yield
         return

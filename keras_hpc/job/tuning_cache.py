@@ -36,7 +36,7 @@ Choice = list[Any]  # place, first byte, end, way
 
 
 def load(key: str) -> list[Choice]:
-    """Returns what an earlier job measured, and then what the user wants.
+    """Return what an earlier job measured, and then what the user wants.
 
     Args:
         key: names jobs that may share their measurements; see `key_of`.
@@ -48,7 +48,7 @@ def load(key: str) -> list[Choice]:
 
 
 def save(team: _native.Team, rank: int, key: str) -> None:
-    """Writes what the team has measured to disk, on its first rank. What cannot be written is measured again."""
+    """Write what the team has measured to disk, on its first rank. What cannot be written is measured again."""
     choices = known(team)
     if rank != 0 or os.environ.get(VARIABLE) or not choices:
         return
@@ -66,18 +66,18 @@ def save(team: _native.Team, rank: int, key: str) -> None:
 
 
 def known(team: _native.Team) -> list[Choice]:
-    """Returns what the team knows; of those that fit a size, the last counts."""
+    """Return what the team knows; of those that fit a size, the last counts."""
     return [list(choice) for choice in reversed(team.choices())]
 
 
 def key_of(world: launch.World) -> str:
-    """Returns a name for jobs that may share their measurements: same first host, MPI, shape and cores of a rank."""
+    """Return a name for jobs that may share their measurements: same first host, MPI, shape and cores of a rank."""
     about = [platform.node(), launch.mpi_version(world), world.node_of_rank, len(os.sched_getaffinity(0))]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 
 def describe(team: _native.Team) -> str:
-    """Returns what the team knows, for people: "private 64 B: slot, 4 KiB: staged"."""
+    """Return what the team knows, for people: "private 64 B: slot, 4 KiB: staged"."""
     choices = known(team)
     parts = []
     for place in _WAYS:
@@ -92,7 +92,7 @@ def describe(team: _native.Team) -> str:
 
 
 def parse(text: str) -> list[Choice]:
-    """Reads the user's wishes.
+    """Read the user's wishes.
 
     Raises:
         ValueError: the text is not understood, or asks for what cannot be.
@@ -126,7 +126,7 @@ def _file() -> Path:
 
 
 def _read() -> dict[str, list[Choice]]:
-    """Returns the kept choices that are as this version writes them: a cache that was damaged must not stop a job."""
+    """Return the kept choices that are as this version writes them: a cache that was damaged must not stop a job."""
     try:
         kept = json.loads(_file().read_text())
     except (OSError, ValueError):

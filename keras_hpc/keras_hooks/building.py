@@ -16,7 +16,7 @@ from keras_hpc.keras_hooks import keras_private, running, variables
 
 
 def is_built(model: Any) -> bool:
-    """Returns whether a model and its optimizers have all their variables."""
+    """Return whether a model and its optimizers have all their variables."""
     layers = all(layer.built for layer in model._flatten_layers())
     return layers and all(optimizer.built for optimizer in variables.optimizers_of(model))
 
@@ -70,7 +70,7 @@ def trace(model: Any, step: Callable[[Any], Any], element_spec: Any) -> None:
 
 
 def fixed_batch(model: Any) -> int | None:
-    """Returns the only batch size that a model takes; None: any.
+    """Return the only batch size that a model takes; None: any.
 
     Its inputs may name the size of the batch that has built it, as those of a Sequential without `Input` do, so the
     model is traced with another size, too.
@@ -88,7 +88,7 @@ def fixed_batch(model: Any) -> int | None:
 
 
 def _takes(model: Any, inputs: list[Any], rows: int) -> bool:
-    """Returns whether a model can be called with so many samples."""
+    """Return whether a model can be called with so many samples."""
 
     def symbolic(x: Any) -> Any:
         return keras.KerasTensor((rows, *x.shape[1:]), x.dtype, x.sparse)

@@ -194,7 +194,7 @@ def plan_schedule(model: Any, total: int | None, done: int = 0) -> None:
 
 
 def drain(model: Any) -> None:
-    """Applies every average that a model's variables wait for. Collective on the teams of their optimizers."""
+    """Apply every average that a model's variables wait for. Collective on the teams of their optimizers."""
     for line in _outstanding_lines(model):
         _apply_outstanding(line, keep=False)
 
@@ -222,7 +222,7 @@ def drained(model: Any) -> Iterator[None]:
 
 
 def outstanding(model: Any) -> list[tuple[int, int, list[np.ndarray]]]:
-    """Returns the averages that a model's variables wait for; they go on waiting. Collective in effect.
+    """Return the averages that a model's variables wait for; they go on waiting. Collective in effect.
 
     Returns:
         Of each, the number of its optimizer and line, and its arrays, as `restore` takes them.
@@ -237,7 +237,7 @@ def outstanding(model: Any) -> list[tuple[int, int, list[np.ndarray]]]:
 
 
 def restore(model: Any, averages: Sequence[tuple[int, int, list[np.ndarray]]]) -> None:
-    """Makes averages outstanding that an earlier process held. On every rank of the model's team."""
+    """Make averages outstanding that an earlier process held. On every rank of the model's team."""
     optimizers = model_variables.optimizers_of(model)
     for number, place, arrays in averages:
         known = current.job().known.optimizer(optimizers[number])
@@ -250,7 +250,7 @@ def restore(model: Any, averages: Sequence[tuple[int, int, list[np.ndarray]]]) -
 def _line_of(
     team: Any, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], key: str, scale: Any = None
 ) -> tuple[DelayedAverage, list[Any]]:
-    """Returns the line of an optimizer, and what it reduces in this step."""
+    """Return the line of an optimizer, and what it reduces in this step."""
     kept = [index for index, gradient in enumerate(gradients) if gradient is not None]
     for index in kept:
         if hasattr(gradients[index], "dense_shape") or getattr(variables[index], "overwrite_with_gradient", False):
@@ -335,7 +335,7 @@ def _loss_scale(optimizer: Any) -> Any:
 
 
 def _rescaled(line: DelayedAverage, values: Sequence[Any], scale: Any = None) -> list[Any]:
-    """Turns averages of gradients of the loss with an earlier scale into those with the present one: powers of two."""
+    """Turn averages of gradients of the loss with an earlier scale into those with the present one: powers of two."""
     if not line.scaled:
         return list(values)
     present = keras.ops.cast(_loss_scale(line.optimizer) if scale is None else scale, "float32")
@@ -350,7 +350,7 @@ def _repeat(
     variables: Sequence[Any],
     one: Callable[[Sequence[Any]], None],
 ) -> None:
-    """Makes the updates of a step, in place."""
+    """Make the updates of a step, in place."""
     backend = backends.current()
     if keras.backend.backend() != "jax":
         backend.repeat(line.plan, updates, reduced, one)
@@ -368,7 +368,7 @@ def _repeat(
 
 
 def _apply_outstanding(line: DelayedAverage, *, keep: bool) -> None:
-    """Makes the outstanding update outside of a step."""
+    """Make the outstanding update outside of a step."""
     arrays = line.plan.take(keep=keep)
     optimizer = line.optimizer
     values = _rescaled(line, [keras.ops.convert_to_tensor(array) for array in arrays])

@@ -36,7 +36,7 @@ def forget(job: Any) -> None:
 
 
 def _steps_made() -> int:
-    """Returns the most steps that an optimizer of this process has made."""
+    """Return the most steps that an optimizer of this process has made."""
     base = keras_private.get(keras_private.OPTIMIZER)
     # Of the type, as some modules are loaded when they are asked for their class.
     optimizers = [found for found in gc.get_objects() if issubclass(type(found), base)]

@@ -44,7 +44,7 @@ class _Hooks:
         ]
 
     def remove(self) -> None:
-        """Takes the hooks out."""
+        """Take the hooks out."""
         for handle in self.handles:
             handle.remove()
 
@@ -57,7 +57,7 @@ def _arrived(hooks: weakref.ref[_Hooks], number: int, parameter: Any) -> None:
 
 
 def wrap(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a training step with hooks on the model's variables, where they can start reductions.
+    """Return a training step with hooks on the model's variables, where they can start reductions.
 
     Args:
         model: the model that trains.
@@ -97,7 +97,7 @@ def _starts_early(model: Any) -> bool:
 
 
 def _hooks_of(model: Any) -> _Hooks:
-    """Returns the hooks on the variables that are trainable now. Collective where they are new."""
+    """Return the hooks on the variables that are trainable now. Collective where they are new."""
     variables = model.trainable_variables
     state = current.job().known.model(model)
     hooks: _Hooks | None = state.early_start

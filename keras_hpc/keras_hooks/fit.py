@@ -255,7 +255,7 @@ def _steps_of_epoch(original: Method) -> Method:
 
 
 def _fit_of(callbacks: Any) -> running.Call | None:
-    """Returns the running `fit` that these callbacks belong to."""
+    """Return the running `fit` that these callbacks belong to."""
     call = running.call()
     # Not `callbacks.model`: on JAX that would fetch all values.
     return call if call is not None and call.kind == "fit" and callbacks._model is call.model else None

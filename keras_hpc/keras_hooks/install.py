@@ -30,7 +30,7 @@ class Patcher:
         self._undo: list[Callable[[], Any]] = []
 
     def patch(self, owner: Any, name: str, make_replacement: Callable[[Any], Any]) -> None:
-        """Sets `owner.name` to `make_replacement(original)` until `restore()`.
+        """Set `owner.name` to `make_replacement(original)` until `restore()`.
 
         Args:
             owner: class or module. An inherited attribute is shadowed, its definition stays untouched.
@@ -41,11 +41,11 @@ class Patcher:
         setattr(owner, name, make_replacement(getattr(owner, name)))
 
     def at_end(self, undo: Callable[[], Any]) -> None:
-        """Calls `undo` in `restore()`."""
+        """Call `undo` in `restore()`."""
         self._undo.append(undo)
 
     def restore(self) -> None:
-        """Puts back every replaced attribute, the last one first."""
+        """Put back every replaced attribute, the last one first."""
         while self._undo:
             self._undo.pop()()
         while self._replaced:
@@ -81,7 +81,7 @@ def begin(job: Any) -> None:
 
 
 def uninstall(job: Any) -> None:
-    """Takes every hook out. Keras is then as before `install`, and compiled steps that held hooks are forgotten."""
+    """Take every hook out. Keras is then as before `install`, and compiled steps that held hooks are forgotten."""
     _patcher.restore()
     fit.uninstall(job)
     saving.uninstall(job)

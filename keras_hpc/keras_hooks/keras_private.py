@@ -130,7 +130,7 @@ _DATA_ATTRIBUTES = {
 
 
 def find(name: str) -> Any:
-    """Returns the object called `module:attribute.attribute`, or None where this Keras has none."""
+    """Return the object called `module:attribute.attribute`, or None where this Keras has none."""
     module, _, path = name.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -144,7 +144,7 @@ def find(name: str) -> Any:
 
 
 def get(name: str) -> Any:
-    """Returns the object called `module:attribute`; raises ImportError naming the Keras version where it is gone."""
+    """Return the object called `module:attribute`; raises ImportError naming the Keras version where it is gone."""
     found = find(name)
     if found is None:
         raise ImportError(
@@ -155,39 +155,39 @@ def get(name: str) -> Any:
 
 
 def adapter(name: str) -> Any:
-    """Returns a name of Keras' data adapters, `module:attribute`."""
+    """Return a name of Keras' data adapters, `module:attribute`."""
     return get(f"{_ADAPTERS}{'' if name.startswith(':') else '.'}{name}")
 
 
 def stored(key: str) -> Any:
-    """Returns what Keras keeps under a key for the whole process, or None."""
+    """Return what Keras keeps under a key for the whole process, or None."""
     return get("keras.src.backend.common.global_state:get_global_attribute")(key)
 
 
 def store(key: str, value: Any) -> None:
-    """Sets what Keras keeps under a key for the whole process."""
+    """Set what Keras keeps under a key for the whole process."""
     get("keras.src.backend.common.global_state:set_global_attribute")(key, value)
 
 
 def entry_layer() -> Any:
-    """Returns the outermost layer or model whose call runs in this thread, or None."""
+    """Return the outermost layer or model whose call runs in this thread, or None."""
     return getattr(stored("current_call_ctx"), "entry_layer", None)
 
 
 def tensorflow_seed(tensorflow: Any) -> int | None:
-    """Returns TensorFlow's global seed, or None where it is not set."""
+    """Return TensorFlow's global seed, or None where it is not set."""
     unset = 87654321  # what TensorFlow uses then, beside the seed of an operation
     found = tensorflow.compat.v1.random.get_seed(1)[0]
     return None if found in (None, unset) else int(found)
 
 
 def module(name: str) -> ModuleType:
-    """Returns a module of Keras."""
+    """Return a module of Keras."""
     return importlib.import_module(name)
 
 
 def backend_trainer() -> type:
-    """Returns the trainer class of the active backend."""
+    """Return the trainer class of the active backend."""
     backend = keras.backend.backend()
     if backend not in BACKEND_TRAINERS:
         raise ValueError(
@@ -199,7 +199,7 @@ def backend_trainer() -> type:
 
 
 def check() -> None:
-    """Asserts that Keras is as the hooks expect, and that nobody else averages gradients.
+    """Assert that Keras is as the hooks expect, and that nobody else averages gradients.
 
     Raises:
         ImportError: a private name is missing in this Keras version.
@@ -224,12 +224,12 @@ def check() -> None:
 
 
 def activity_loss_is_per_sample() -> bool:
-    """Returns whether this Keras divides activity regularization by the batch size (it began to after 3.10)."""
+    """Return whether this Keras divides activity regularization by the batch size (it began to after 3.10)."""
     return "divide_no_nan" in names_in(get(f"{_LAYER}.__call__"))
 
 
 def names_in(function: Any) -> set[str]:
-    """Returns all names and strings that a function and the functions inside it mention."""
+    """Return all names and strings that a function and the functions inside it mention."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     found: set[str] = set()

@@ -112,7 +112,7 @@ _asked = _Asked()
 
 
 def _scaled_if_sum(step: running.Step, value: Any, loss: Any, y_true: Any, y_pred: Any) -> Any:
-    """Returns the loss of a batch, multiplied so that sums of several ranks add up if it is a sum over samples."""
+    """Return the loss of a batch, multiplied so that sums of several ranks add up if it is a sum over samples."""
     twice = keras.tree.map_structure(
         lambda x: keras.ops.concatenate([keras.ops.convert_to_tensor(x, dtype=loss.dtype)] * 2), (y_true, y_pred)
     )
@@ -134,7 +134,7 @@ def _check_ratio(what: str, ratio: Any) -> None:
 
 
 def find_sums(model: Any, adapter: Any) -> None:
-    """Finds out which of the numbers that layers give to `add_loss` are sums over samples. Without communication.
+    """Find out which of the numbers that layers give to `add_loss` are sums over samples. Without communication.
 
     Args:
         model: a model that is built.
@@ -228,7 +228,7 @@ def _output_losses(step: running.Step) -> list[Any]:
 
 
 def _part(step: running.Step) -> Any:
-    """Returns `n_r / sum(n_r)`, exchanged once a step."""
+    """Return `n_r / sum(n_r)`, exchanged once a step."""
     count = keras.ops.cast(step.count, "float32")
     if step.total is None:
         (step.total,) = _sum(step, keras.ops.reshape(count, (1,)))
@@ -236,7 +236,7 @@ def _part(step: running.Step) -> Any:
 
 
 def _sum(step: running.Step, numbers: Any) -> list[Any]:
-    """Returns the sum of a few numbers over all ranks."""
+    """Return the sum of a few numbers over all ranks."""
     if step.twin:
         return [2.0 * numbers]
     specs = [TensorSpec("counts", tuple(numbers.shape), "float32")]
@@ -247,7 +247,7 @@ def _sum(step: running.Step, numbers: Any) -> list[Any]:
 
 
 def _divisor(dtype: Any, sample_weight: Any, mask: Any, reduction: Any) -> Any:
-    """Returns what Keras divided this rank's sum of losses by; 1.0 if by nothing, None if by the number of values."""
+    """Return what Keras divided this rank's sum of losses by; 1.0 if by nothing, None if by the number of values."""
     if reduction == "sum":
         return 1.0
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
@@ -263,7 +263,7 @@ def _divisor(dtype: Any, sample_weight: Any, mask: Any, reduction: Any) -> Any:
 
 
 def _share(step: running.Step, divisor: Any) -> Any:
-    """Returns `(d_r / sum(d_r)) (sum(n_r) / n_r)`; 1 on a rank without samples."""
+    """Return `(d_r / sum(d_r)) (sum(n_r) / n_r)`; 1 on a rank without samples."""
     count = keras.ops.cast(step.count, "float32")
     divided = isinstance(divisor, float)  # then the sums stay sums
     has_samples = count > 0

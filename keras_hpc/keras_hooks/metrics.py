@@ -38,7 +38,7 @@ def install(job: Any, patcher: Any) -> None:
 
 
 def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> Any:
-    """Returns the logs of all ranks together, the same on each. Collective on the model's team.
+    """Return the logs of all ranks together, the same on each. Collective on the model's team.
 
     Args:
         model: its metrics are reduced in place.
@@ -63,7 +63,7 @@ def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> An
 
 
 def _flat(logs: dict[str, Any]) -> dict[str, Any]:
-    """Returns logs as Keras flattens them: the metrics of `compile` are a dictionary of their own in `self.metrics`."""
+    """Return logs as Keras flattens them: the metrics of `compile` are a dictionary of their own in `self.metrics`."""
     flat: dict[str, Any] = {}
     for name, value in sorted(logs.items()):
         flat |= _flat(value) if isinstance(value, dict) else {name: value}
@@ -71,7 +71,7 @@ def _flat(logs: dict[str, Any]) -> dict[str, Any]:
 
 
 def reduce_metrics(model: Any, team: Any, extra: list[float]) -> np.ndarray:
-    """Merges the metrics of all ranks in place, in one message. Collective.
+    """Merge the metrics of all ranks in place, in one message. Collective.
 
     The sum is in float64, which holds float32 sums and integers up to 2^53 exactly.
 
@@ -120,7 +120,7 @@ def _merge(metric: Any, team: Any) -> None:
 
 
 def _twin(metric: Any) -> Any:
-    """Returns a metric with variables of its own, whatever arguments its class wants."""
+    """Return a metric with variables of its own, whatever arguments its class wants."""
     fresh = {id(v): keras.Variable(v.value, dtype=v.dtype, trainable=False, name=v.name) for v in metric.variables}
 
     def replaced(value: Any) -> Any:

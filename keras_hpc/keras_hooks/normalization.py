@@ -35,12 +35,12 @@ def install(job: Any, patcher: Any) -> None:
 
 
 def is_synchronized(layer: Any) -> bool:
-    """Returns whether a layer normalizes over the batches of all ranks."""
+    """Return whether a layer normalizes over the batches of all ranks."""
     return isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
 
 
 def shared_statistics(model: Any) -> list[Any]:
-    """Returns the moving statistics that the synchronized layers of a model keep, the same on all ranks."""
+    """Return the moving statistics that the synchronized layers of a model keep, the same on all ranks."""
     layers = [layer for layer in model._flatten_layers() if is_synchronized(layer)]
     return [variable for layer in layers for variable in layer.non_trainable_variables]
 
@@ -87,7 +87,7 @@ def _together(original: Any) -> Any:
 
 
 def _count(layer: Any, inputs: Any, mask: Any, samples: Any) -> Any:
-    """Returns how many values of each channel this rank has, a scalar; 0 if its batch stands for no samples."""
+    """Return how many values of each channel this rank has, a scalar; 0 if its batch stands for no samples."""
     if mask is None:
         sizes = [ops.cast(ops.shape(inputs)[axis], samples.dtype) for axis in layer._reduction_axes]
         count = functools.reduce(ops.multiply, sizes)
@@ -117,7 +117,7 @@ def _combine(layer: Any, mean: Any, variance: Any, inputs: Any, mask: Any) -> tu
 
 
 def _sum(team: Any, key: str, numbers: Any, weight: Any) -> Any:
-    """Returns the sum of vectors over all ranks, with its gradient. Collective, forward and backward.
+    """Return the sum of vectors over all ranks, with its gradient. Collective, forward and backward.
 
     Args:
         team: of these ranks.

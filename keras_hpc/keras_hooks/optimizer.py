@@ -35,7 +35,7 @@ _applying = _Applying()
 
 
 def install(job: Any, patcher: Any) -> None:
-    """Wraps every method that applies gradients, also of classes that the user defines later."""
+    """Wrap every method that applies gradients, also of classes that the user defines later."""
     base = keras_private.get(keras_private.OPTIMIZER)
     loss_scale = keras_private.get(keras_private.LOSS_SCALE_OPTIMIZER)
     wrapped: set[type] = set()
@@ -70,7 +70,7 @@ def install(job: Any, patcher: Any) -> None:
 
 
 def accumulates(optimizer: Any) -> bool:
-    """Returns whether an optimizer, or one that it holds, accumulates gradients."""
+    """Return whether an optimizer, or one that it holds, accumulates gradients."""
     return bool(optimizer.gradient_accumulation_steps) or any(
         map(accumulates, model_variables.held_optimizers(optimizer))
     )
@@ -127,7 +127,7 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reduces_in_deferral(optimizer: Any, pipelined: bool) -> bool:
-    """Returns whether an inner optimizer reduces in `apply` although the outermost did not.
+    """Return whether an inner optimizer reduces in `apply` although the outermost did not.
 
     That is one that does not accumulate beside one that does. In a pipelined team it is every innermost one, as whole
     updates are late there.
@@ -187,7 +187,7 @@ def _check_finite(original: Callable[..., Any]) -> Callable[..., Any]:
 def reduce_gradients(
     optimizer: Any, gradients: list[Any], variables: Sequence[Any], count: Any, due: Any = None
 ) -> list[Any]:
-    """Returns the mean of the gradients over all ranks, weighted by their samples. Collective.
+    """Return the mean of the gradients over all ranks, weighted by their samples. Collective.
 
     Args:
         optimizer: the optimizer that applies them.
@@ -229,7 +229,7 @@ def reduce_gradients(
 
 
 def plan_in_segment(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> tuple[Any, list[int]]:
-    """Returns the plan of an optimizer whose gradients need not all exist, and whose they are. PyTorch only.
+    """Return the plan of an optimizer whose gradients need not all exist, and whose they are. PyTorch only.
 
     Args:
         optimizer: the outermost that applies them.
@@ -262,12 +262,12 @@ def _spec(index: int, gradient: Any, variables: Sequence[Any]) -> Any:
 
 
 def _overwriting(variables: Sequence[Any]) -> set[int]:
-    """Returns the positions of float8 scales. Keras stores them as they are; one rank would take the maximum."""
+    """Return the positions of float8 scales. Keras stores them as they are; one rank would take the maximum."""
     return {i for i, variable in enumerate(variables) if getattr(variable, "overwrite_with_gradient", False)}
 
 
 def _gather(team: Any, gradient: Any, share: Any) -> Any:
-    """Returns a sparse gradient with the rows of all ranks, as one rank has it on the global batch.
+    """Return a sparse gradient with the rows of all ranks, as one rank has it on the global batch.
 
     Adding up rows into a dense gradient instead would change Adam, which Keras gives every row of its own.
     """
@@ -302,7 +302,7 @@ def _scale_by_share(optimizer: Any, gradients: list[Any], variables: Sequence[An
 
 
 def _share(optimizer: Any, count: Any) -> Any:
-    """Returns n_r / mean(n_r), a scalar tensor."""
+    """Return n_r / mean(n_r), a scalar tensor."""
     if count is None:
         return keras.ops.convert_to_tensor(1.0, "float32")
     mine = keras.ops.reshape(keras.ops.cast(count, "float32"), (1,))
@@ -321,7 +321,7 @@ def _exchange(optimizer: Any, name: str, tensor: Any, op: str) -> Any:
 
 
 def _guard_trace(optimizer: Any, gradients: Any) -> None:
-    """Makes a step that is traced in `local()` fail where it runs outside: it would never communicate again."""
+    """Make a step that is traced in `local()` fail where it runs outside: it would never communicate again."""
     traced = next((g for g in gradients or () if g is not None and backends.current().is_traced(g)), None)
     if traced is not None and current.is_local() and current.job().size > 1 and running.call() is None:
         backends.current().check_when_run(_refuse_outside_of_local)
@@ -353,7 +353,7 @@ def warn_of_equal_gradients(team: Any, gradients: Sequence[Any]) -> None:
 
 
 def _make_equal(optimizer: Any, variables: list[Any], stateless: bool) -> None:
-    """Gives replicas equal variables before the first update that `fit` and `train_on_batch` did not prepare."""
+    """Give replicas equal variables before the first update that `fit` and `train_on_batch` did not prepare."""
     step = running.step()
     backend = keras.backend.backend()
     if backend == "torch":

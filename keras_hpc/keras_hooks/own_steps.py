@@ -8,8 +8,9 @@ on the same samples twice, as one rank that has all of them. Its gradients must 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -29,7 +30,7 @@ _FINE, _UNKNOWN, _NEITHER, _SUM = range(4)
 
 
 def is_keras_own(model: Any) -> bool:
-    """Returns whether a model trains with the `train_step` of Keras."""
+    """Return whether a model trains with the `train_step` of Keras."""
     own = keras_private.backend_trainer().train_step  # type: ignore[attr-defined]
     return getattr(model.train_step, "__func__", None) is own
 
@@ -84,7 +85,7 @@ def _report(model: Any, verdict: int, ratio: float) -> None:
 
 
 def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float]:
-    """Returns what the step does, and the ratio that says so."""
+    """Return what the step does, and the ratio that says so."""
     if not all(layer.built for layer in model._flatten_layers()):
         return _UNKNOWN, 0.0
     try:
@@ -117,7 +118,7 @@ def _twin(model: Any) -> running.Step:
 
 
 def _made_up(leaf: Any) -> Any:
-    """Returns samples like those of a batch, or of the specification of one: arrays, or None."""
+    """Return samples like those of a batch, or of the specification of one: arrays, or None."""
     if leaf is None or type(leaf).__name__ == "OptionalSpec":
         return None
     dtype = np.dtype(keras.backend.standardize_dtype(leaf.dtype).replace("bfloat16", "float32"))
@@ -131,25 +132,24 @@ def _made_up(leaf: Any) -> Any:
     return np.broadcast_to(numbers, shape).astype(dtype)
 
 
-class _restored:
-    """Context after which a model's variables are as they were. JAX hands them on and changes none."""
-
-    def __init__(self, model: Any) -> None:
-        self._variables = variables.unique([*model.variables, *model.metrics_variables])
-
-    def __enter__(self) -> None:
-        if keras.backend.backend() != "jax":
-            self._values = [np.array(backends.current().view(variable)) for variable in self._variables]
-
-    def __exit__(self, *error: object) -> None:
-        if keras.backend.backend() == "jax":
-            return
-        for variable, value in zip(self._variables, self._values, strict=True):
+@contextlib.contextmanager
+def _restored(model: Any) -> Iterator[None]:
+    """Context after which a model's variables, and the numbers among its attributes, are as they were."""
+    held = variables.unique([*model.variables, *model.metrics_variables])
+    if keras.backend.backend() == "jax":  # which hands values on, and changes none
+        held = []
+    values = [np.array(backends.current().view(variable)) for variable in held]
+    numbers = {name: value for name, value in vars(model).items() if isinstance(value, (int, float, str))}
+    try:
+        yield
+    finally:
+        for variable, value in zip(held, values, strict=True):
             backends.current().assign(variable, value)
+        vars(model).update(numbers)  # a step may count
 
 
 def _norms(model: Any, rest: list[Any], samples: Any, step: running.Step | None, draws: int) -> np.ndarray:
-    """Returns the norms of the gradients that each `apply` of a step would get on these samples: (draws, calls)."""
+    """Return the norms of the gradients that each `apply` of a step would get on these samples: (draws, calls)."""
 
     def run(*arguments: Any) -> tuple[list[Any], list[Any]]:
         with current.local(), running.running_step(step), running.trying() as gradients:

@@ -47,7 +47,7 @@ def install(job: Any, patcher: Any) -> None:
 
 
 def is_synchronized(owner: Any) -> bool:
-    """Returns whether replicas were made equal: of a model with all the variables that it has now, or an optimizer."""
+    """Return whether replicas were made equal: of a model with all the variables that it has now, or an optimizer."""
     known = current.job().known
     if not isinstance(owner, keras.Model):
         return known.optimizer(owner).synchronized
@@ -55,12 +55,12 @@ def is_synchronized(owner: Any) -> bool:
 
 
 def was_synchronized(model: Any) -> bool:
-    """Returns whether replicas of a model were made equal since it was compiled or loaded weights."""
+    """Return whether replicas of a model were made equal since it was compiled or loaded weights."""
     return current.job().known.model(model).synchronized is not None
 
 
 def differ_in_kind(model: Any) -> bool:
-    """Returns whether the ranks have built different variables of a model so far. Collective on its team."""
+    """Return whether the ranks have built different variables of a model so far. Collective on its team."""
     shapes = [f"{keras.backend.standardize_dtype(v.dtype)}{list(v.shape)}" for v in replicated_variables(model)]
     digest = xxhash.xxh3_128_hexdigest(" ".join(shapes).encode())
     return len(set(current.team_of(model).allgather_object(digest, "Model.fit()"))) > 1
@@ -122,7 +122,7 @@ def check_equal(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def _value(variable: Any) -> Any:
-    """Returns the value of a Keras variable, or of a parameter of PyTorch."""
+    """Return the value of a Keras variable, or of a parameter of PyTorch."""
     return getattr(variable, "_value", variable)
 
 
@@ -246,7 +246,7 @@ def after_step(model: Any, results: Any) -> None:
 
 
 def _values_in(model: Any, results: Any) -> dict[int, Any]:
-    """Returns the values of variables that are not in them: on JAX, steps hand their state on."""
+    """Return the values of variables that are not in them: on JAX, steps hand their state on."""
     if keras.backend.backend() != "jax":
         return {}
     trainable, non_trainable, optimizer, _ = results[1]

@@ -24,7 +24,7 @@ _REPORTERS = (
 
 
 def drop(model: Any, arguments: dict[str, Any]) -> None:
-    """Removes what only one rank does from arguments of `fit`, `evaluate` or `predict`, on the other ranks."""
+    """Remove what only one rank does from arguments of `fit`, `evaluate` or `predict`, on the other ranks."""
     if current.team_of(model).rank == 0:
         return
     arguments["verbose"] = 0
@@ -36,18 +36,18 @@ def drop(model: Any, arguments: dict[str, Any]) -> None:
 
 
 def flat(given: Any) -> list[Any]:
-    """Returns the callbacks among an argument `callbacks`."""
+    """Return the callbacks among an argument `callbacks`."""
     return list(given.callbacks if isinstance(given, keras.callbacks.CallbackList) else keras.tree.flatten(given or []))
 
 
 def saves(callback: Any) -> bool:
-    """Returns whether a callback, on whatever rank it runs, saves the model."""
+    """Return whether a callback, on whatever rank it runs, saves the model."""
     classes = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, *_orbax())
     return isinstance(getattr(callback, "callback", callback), classes)
 
 
 def may_stop(callback: Any) -> bool:
-    """Returns whether a callback has something to do after a batch that could end training, as far as one can see."""
+    """Return whether a callback has something to do after a batch that could end training, as far as one can see."""
     quiet = (*_writers(), keras.callbacks.SwapEMAWeights, LearningRateWarmup)
     if isinstance(callback, quiet) and type(callback).__module__.startswith(("keras.", "keras_hpc.")):
         return False

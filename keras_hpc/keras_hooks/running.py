@@ -38,7 +38,7 @@ class Step:
     uses: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def next_use(self, what: str) -> int:
-        """Returns how often an exchange was used in this step before: 0, then 1, the same on every rank."""
+        """Return how often an exchange was used in this step before: 0, then 1, the same on every rank."""
         self.uses[what] += 1
         return self.uses[what] - 1
 
@@ -86,27 +86,27 @@ _running = _Running()
 
 
 def step() -> Step | None:
-    """Returns the running step; None in a loop of the user's own."""
+    """Return the running step; None in a loop of the user's own."""
     return _running.step
 
 
 def call() -> Call | None:
-    """Returns the innermost running call."""
+    """Return the innermost running call."""
     return _running.call
 
 
 def building() -> bool:
-    """Returns whether a step is only traced to create its variables, so that nothing may be communicated."""
+    """Return whether a step is only traced to create its variables, so that nothing may be communicated."""
     return _running.building
 
 
 def trial() -> list[Any] | None:
-    """Returns where gradients go instead of being applied; None: they are applied."""
+    """Return where gradients go instead of being applied; None: they are applied."""
     return _running.trial
 
 
 def writing_is_off() -> bool:
-    """Returns whether models are not to be saved: in a callback that writes on another rank only."""
+    """Return whether models are not to be saved: in a callback that writes on another rank only."""
     return _running.writing_is_off
 
 
@@ -149,7 +149,7 @@ def _with(**values: Any) -> Iterator[None]:
 
 
 def plain_name(variable: Any) -> str:
-    """Returns a variable's name as it is on every rank.
+    """Return a variable's name as it is on every rank.
 
     That is neither its path, which is another one for a model that was loaded, nor the number that Keras may append.
     """

@@ -96,7 +96,7 @@ class Marks:
             time.sleep(_POLL_SECONDS)
 
     def remove(self) -> None:
-        """Removes the marks. When all ranks leave."""
+        """Remove the marks. When all ranks leave."""
         for mark in self._made.values():
             mark.unlink(missing_ok=True)
 
@@ -113,7 +113,7 @@ def install(job: Any, patcher: Any) -> None:
 
 
 def uninstall(job: Any) -> None:
-    """Removes what this rank has left in the user's folders."""
+    """Remove what this rank has left in the user's folders."""
     if job.marks is not None:
         job.marks.remove()
 

@@ -94,7 +94,7 @@ def kept() -> Iterator[None]:
 
 
 def host_states() -> dict[str, np.ndarray]:
-    """Returns the states of all generators that scripts, data sets and layers without a seed draw from."""
+    """Return the states of all generators that scripts, data sets and layers without a seed draw from."""
     version, words, gauss = random.getstate()
     del version
     states = {"python": np.array([*words, gauss is not None, gauss or 0.0], np.float64)}  # holds 32-bit words exactly
@@ -114,7 +114,7 @@ def host_states() -> dict[str, np.ndarray]:
 
 
 def set_host_state(name: str, value: np.ndarray) -> None:
-    """Puts back one of what `host_states` returns."""
+    """Put back one of what `host_states` returns."""
     tensorflow, torch = sys.modules.get("tensorflow"), sys.modules.get("torch")
     if name == "python":
         random.setstate((3, tuple(map(int, value[:625])), float(value[626]) if value[625] else None))

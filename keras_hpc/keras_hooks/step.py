@@ -43,7 +43,7 @@ PLAIN = Mode(False, False, False, 1)
 
 
 def mode_of(kind: str, model: Any) -> Mode:
-    """Returns how the step function of a model is to be made for the running call.
+    """Return how the step function of a model is to be made for the running call.
 
     Args:
         kind: "train" or "test".
@@ -59,7 +59,7 @@ def mode_of(kind: str, model: Any) -> Mode:
 
 
 def wrap(model: Any, kind: str, mode: Mode, step: StepFunction) -> StepFunction:
-    """Returns `step` with its batch size known where gradients are reduced.
+    """Return `step` with its batch size known where gradients are reduced.
 
     Args:
         model: the model that owns `step`.
@@ -87,7 +87,7 @@ def wrap(model: Any, kind: str, mode: Mode, step: StepFunction) -> StepFunction:
 
 
 def batch_size(data: Any) -> Any:
-    """Returns the leading dimension of the first tensor in `data`, a number or a scalar tensor; None without one."""
+    """Return the leading dimension of the first tensor in `data`, a number or a scalar tensor; None without one."""
     for leaf in keras.tree.flatten(data):
         if hasattr(leaf, "nrows"):  # tf.RaggedTensor
             return leaf.nrows()
@@ -173,13 +173,13 @@ def _guarded_step(step: StepFunction, described: Callable[[Any], running.Step], 
 
 
 def _own_state(model: Any) -> list[Any]:
-    """Returns the variables that a step changes by this rank's samples alone, and not through gradients."""
+    """Return the variables that a step changes by this rank's samples alone, and not through gradients."""
     shared = set(map(id, normalization.shared_statistics(model)))
     return [*(v for v in model.non_trainable_variables if id(v) not in shared), *model.metrics_variables]
 
 
 def _zeros(data: Any, rows: int) -> Any:
-    """Returns so many samples of zeros in the place of data that have none."""
+    """Return so many samples of zeros in the place of data that have none."""
     return keras.tree.map_structure(lambda leaf: _zero_rows(leaf, rows), data)
 
 

@@ -17,7 +17,7 @@ Method = Callable[..., Any]
 
 
 def make_function(kind: str, original: Method) -> Method:
-    """Wraps `make_train_function` and `make_test_function`: their step knows its batch size.
+    """Wrap `make_train_function` and `make_test_function`: their step knows its batch size.
 
     Where the mode has changed, they make the function anew.
     """
@@ -48,7 +48,7 @@ def make_function(kind: str, original: Method) -> Method:
 
 
 def _with_step(model: Any, name: str, wrap: Callable[[Method], Method], work: Callable[[], Any]) -> None:
-    """Does `work` while the model's step is wrapped."""
+    """Do `work` while the model's step is wrapped."""
     own = vars(model).get(name)
     # In the instance, past Keras' tracking of attributes, for as long as Keras picks it up.
     vars(model)[name] = wrap(getattr(model, name))
@@ -62,7 +62,7 @@ def _with_step(model: Any, name: str, wrap: Callable[[Method], Method], work: Ca
 
 
 def _first_step(model: Any, kind: str, function: Method) -> Method:
-    """Returns a step function that builds and synchronizes what is not built before its first step."""
+    """Return a step function that builds and synchronizes what is not built before its first step."""
     reference = weakref.ref(model)  # the model holds the function
 
     @functools.wraps(function)
@@ -88,7 +88,7 @@ def _first_step(model: Any, kind: str, function: Method) -> Method:
 
 
 def without_xla(original: Method) -> Method:
-    """Wraps the choice of `jit_compile="auto"` on TensorFlow: no XLA where ranks communicate."""
+    """Wrap the choice of `jit_compile="auto"` on TensorFlow: no XLA where ranks communicate."""
 
     @functools.wraps(original)
     def _resolve_auto_jit_compile(self: Any) -> Any:
@@ -98,7 +98,7 @@ def without_xla(original: Method) -> Method:
 
 
 def _refuse_xla(model: Any) -> None:
-    """Turns XLA off on TensorFlow, which would have to leave its compiled program at each exchange."""
+    """Turn XLA off on TensorFlow, which would have to leave its compiled program at each exchange."""
     if keras.backend.backend() == "tensorflow" and model.jit_compile:
         current.notice(f"model `{model.name}`: jit_compile=True is not available on several ranks, using False")
         current.job().known.model(model).jit_compile = model.jit_compile

@@ -21,7 +21,7 @@ _CHUNK_BYTES = 64 << 20
 
 
 def replicated_variables(model: Any) -> list[keras.Variable]:
-    """Returns the state of a model and its optimizers that is alike on all ranks.
+    """Return the state of a model and its optimizers that is alike on all ranks.
 
     That is without metrics, random seeds, and gradients that wait for more micro-batches.
     """
@@ -38,7 +38,7 @@ def replicated_variables(model: Any) -> list[keras.Variable]:
 
 
 def per_rank_state(model: Any) -> list[keras.Variable]:
-    """Returns what steps update from their own data, as BatchNormalization's statistics.
+    """Return what steps update from their own data, as BatchNormalization's statistics.
 
     That is without frozen or quantized weights, and without seeds.
     """
@@ -48,12 +48,12 @@ def per_rank_state(model: Any) -> list[keras.Variable]:
 
 
 def known_local() -> set[int]:
-    """Returns the ids of the variables that `keep_local` keeps different on each rank."""
+    """Return the ids of the variables that `keep_local` keeps different on each rank."""
     return {id(variable) for layer in current.job().known.local_layers() for variable in layer.variables}
 
 
 def local_slots(optimizer: Any, local: set[int]) -> list[Any]:
-    """Returns what an optimizer keeps for variables that are local: their momenta and the like."""
+    """Return what an optimizer keeps for variables that are local: their momenta and the like."""
     trained = optimizer._trainable_variables if local else []
     lists = [value for value in vars(optimizer).values() if isinstance(value, list) and len(value) == len(trained)]
     positions = [index for index, variable in enumerate(trained) if id(variable) in local]
@@ -62,7 +62,7 @@ def local_slots(optimizer: Any, local: set[int]) -> list[Any]:
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """Returns the optimizers among the attributes of a model and of its layers, and those that they hold."""
+    """Return the optimizers among the attributes of a model and of its layers, and those that they hold."""
     found: list[Any] = []
     for layer in unique([model, *model._flatten_layers()]):
         for value in vars(layer).values():
@@ -83,23 +83,23 @@ def _optimizers_in(value: Any) -> list[Any]:
 
 
 def held_optimizers(optimizer: Any) -> Sequence[Any]:
-    """Returns the optimizers inside a loss scale or a `MultiOptimizer`."""
+    """Return the optimizers inside a loss scale or a `MultiOptimizer`."""
     inner = getattr(optimizer, "inner_optimizer", None)
     return [inner] if inner is not None else getattr(optimizer, "optimizers", None) or []
 
 
 def accumulators(model: Any) -> list[keras.Variable]:
-    """Returns the gradients that wait for more micro-batches, each rank's own."""
+    """Return the gradients that wait for more micro-batches, each rank's own."""
     return [variable for optimizer in optimizers_of(model) for variable in waiting(optimizer)]
 
 
 def waiting(optimizer: Any) -> list[keras.Variable]:
-    """Returns the gradients of an optimizer that wait for more micro-batches."""
+    """Return the gradients of an optimizer that wait for more micro-batches."""
     return [variable for variable in getattr(optimizer, "_accumulated_gradients", ()) if variable is not None]
 
 
 def seed_generators(model: Any) -> list[Any]:
-    """Returns the random generators of a model's layers, which differ by rank."""
+    """Return the random generators of a model's layers, which differ by rank."""
     generators = unique(generator for layer in model._flatten_layers() for generator in layer._seed_generators)
     # A layer made for tf.data pipelines keeps its seed in TensorFlow, whatever the backend.
     return [generator for generator in generators if isinstance(generator.state, keras.Variable)]
@@ -137,7 +137,7 @@ def broadcast_variables(team: Any, variables: Sequence[Any], root: int = 0) -> b
 
 
 def differing_variables(team: Any, variables: Sequence[Any], root: int = 0) -> list[int]:
-    """Returns the positions of the variables whose bits are not the root's on all ranks. Collective."""
+    """Return the positions of the variables whose bits are not the root's on all ranks. Collective."""
     if not variables:
         return []
     everyone = team.allgather(digests(variables)[None])
@@ -146,7 +146,7 @@ def differing_variables(team: Any, variables: Sequence[Any], root: int = 0) -> l
 
 
 def digests(values: Sequence[Any]) -> np.ndarray:
-    """Returns a digest of each variable's or tensor's bits, (n, 16) bytes."""
+    """Return a digest of each variable's or tensor's bits, (n, 16) bytes."""
     view = backends.current().view
     found = np.empty((len(values), DIGEST_BYTES), np.uint8)
     for index, value in enumerate(values):
@@ -183,7 +183,7 @@ def average(team: Any, variables: Sequence[keras.Variable]) -> None:
 
 
 def check_same(team: Any, variables: Sequence[Any]) -> None:
-    """Raises on all ranks, naming the first variable that differs. Paths may differ: a loaded model has others."""
+    """Raise on all ranks, naming the first variable that differs. Paths may differ: a loaded model has others."""
     mine = [f"{keras.backend.standardize_dtype(v.dtype)}{list(v.shape)}" for v in variables]
     digests = team.allgather_object(hashlib.sha256(" ".join(mine).encode()).hexdigest())
     if len(set(digests)) == 1:
@@ -200,7 +200,7 @@ def check_same(team: Any, variables: Sequence[Any]) -> None:
 
 
 def value_of(variable: Any) -> Any:
-    """Returns the value of a Keras variable, or of one of the backend that a loop of the user's own trains."""
+    """Return the value of a Keras variable, or of one of the backend that a loop of the user's own trains."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
@@ -219,5 +219,5 @@ def _chunks(variables: Sequence[keras.Variable]) -> Iterator[list[keras.Variable
 
 
 def unique(items: Iterable[Any]) -> list[Any]:
-    """Returns the items without those that are there twice, in order."""
+    """Return the items without those that are there twice, in order."""
     return list({id(item): item for item in items}.values())

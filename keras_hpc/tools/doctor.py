@@ -24,7 +24,7 @@ from keras_hpc.tools import network_probe
 
 
 def add_command(commands: Any) -> None:
-    """Adds the subcommand to the parser."""
+    """Add the subcommand to the parser."""
     parser = commands.add_parser(
         "doctor",
         help="check the installation, the launch, the links and the memory",
@@ -43,7 +43,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report on rank 0. Collective."""
+    """Print the report on rank 0. Collective."""
     if arguments.parameters < 1:
         sys.exit(f"--parameters is a number of parameters. Expected at least 1. Received: {arguments.parameters}")
     keras_hpc.init()
@@ -157,7 +157,7 @@ def _communication(job: Job, parameters: int) -> dict[str, str]:
 
 
 def _measure(job: Job, parameters: int) -> dict[str, Any]:
-    """Times links, computing, and an allreduce of the gradients. Collective; the same on all ranks."""
+    """Time links, computing, and an allreduce of the gradients. Collective; the same on all ranks."""
     team = job.teams[0]
     mine = network_probe.measure(job.comm, job.node_of_rank) if job.size > 1 else []
     all_links = [link for theirs in team.allgather_object(mine, "the links of doctor") for link in theirs]

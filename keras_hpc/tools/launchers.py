@@ -70,7 +70,7 @@ class Mpiexec:
 
 
 def find_library() -> Library:
-    """Finds the MPI library of this environment.
+    """Find the MPI library of this environment.
 
     Raises:
         LaunchError: mpi4py finds none.
@@ -88,7 +88,7 @@ def find_library() -> Library:
 
 
 def find_mpiexec(mpi: Library) -> Mpiexec:
-    """Finds the launcher of a library: where the library lies, beside Python, or on the PATH.
+    """Find the launcher of a library: where the library lies, beside Python, or on the PATH.
 
     Raises:
         LaunchError: there is none of its family.
@@ -128,7 +128,7 @@ def mpiexec_at(path: Path) -> Mpiexec:
 def mpiexec_command(
     mpiexec: Mpiexec, ranks: int, hosts: Sequence[tuple[str, int]] = (), environment: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """Returns the beginning of a command that starts ranks with mpiexec.
+    """Return the beginning of a command that starts ranks with mpiexec.
 
     Args:
         mpiexec: the launcher.
@@ -153,7 +153,7 @@ def mpiexec_command(
 
 
 def mpiexec_environment(ranks: int, *, placed: bool, pinned: bool) -> dict[str, str]:
-    """Returns what launchers read from the environment, where the user has not set it.
+    """Return what launchers read from the environment, where the user has not set it.
 
     Args:
         ranks: how many will be started.
@@ -180,7 +180,7 @@ def mpiexec_environment(ranks: int, *, placed: bool, pinned: bool) -> dict[str, 
 
 
 def srun_command(mpi: Library, ranks: int | None) -> list[str]:
-    """Returns the beginning of a command that starts ranks with srun, in a Slurm allocation.
+    """Return the beginning of a command that starts ranks with srun, in a Slurm allocation.
 
     Args:
         mpi: the library that the ranks load.

@@ -58,13 +58,13 @@ def measure(comm: Any, node_of_rank: Sequence[int]) -> list[Link]:
 
 
 def compute_ms() -> float:
-    """Returns how long this rank takes for a product of matrices, milliseconds, best of several."""
+    """Return how long this rank takes for a product of matrices, milliseconds, best of several."""
     a = np.random.default_rng(0).normal(size=(_COMPUTE_SIZE, _COMPUTE_SIZE)).astype(np.float32)
     return 1e3 * _best(lambda: a @ a)
 
 
 def tournament(players: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Returns rounds of disjoint pairs in which all players meet once (the circle method), or the first of them."""
+    """Return rounds of disjoint pairs in which all players meet once (the circle method), or the first of them."""
     circle: list[int | None] = list(players)
     if len(circle) % 2:
         circle.append(None)
@@ -113,7 +113,7 @@ def slow_ranks(milliseconds: Sequence[float]) -> list[str]:
 
 
 def summary(links: Sequence[Link]) -> dict[str, dict[str, float]]:
-    """Returns medians of latency and bandwidth, "between" nodes and "inside" them, of those that there are."""
+    """Return medians of latency and bandwidth, "between" nodes and "inside" them, of those that there are."""
     kinds: dict[str, list[Link]] = {"between": [], "inside": []}
     for link in links:
         kinds["inside" if link["nodes"][0] == link["nodes"][1] else "between"].append(link)
@@ -155,7 +155,7 @@ def _ping_pong(comm: Any, pair: tuple[int, int]) -> tuple[float, float]:
 
 
 def _best(work: Callable[[], Any], repeat: int = 1) -> float:
-    """Returns seconds."""
+    """Return seconds."""
     times = []
     for _ in range(1 + _TRIES):
         begin = time.perf_counter()

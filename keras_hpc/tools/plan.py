@@ -60,7 +60,7 @@ class Network:
 
 
 def estimate(job: Job, network: Network) -> dict[str, float]:
-    """Returns what the job needs: see the module.
+    """Return what the job needs: see the module.
 
     Returns:
         a dictionary: `global_batch`; `steps` of an epoch; `epoch_s`; `read_gb_per_s` of all ranks together, so that
@@ -92,7 +92,7 @@ def estimate(job: Job, network: Network) -> dict[str, float]:
 
 
 def limit(found: dict[str, float], step_ms: float, read_gb_per_s: float | None) -> str:
-    """Returns one line: what limits the job, and what can be done."""
+    """Return one line: what limits the job, and what can be done."""
     needed = found["read_gb_per_s"]
     if read_gb_per_s is not None and needed > read_gb_per_s:
         slower = needed / read_gb_per_s
@@ -112,7 +112,7 @@ def limit(found: dict[str, float], step_ms: float, read_gb_per_s: float | None) 
 
 
 def add_command(commands: Any) -> None:
-    """Adds the subcommand to the parser."""
+    """Add the subcommand to the parser."""
     parser = commands.add_parser(
         "plan",
         help="what a job will need: steps, read bandwidth, communication, efficiency",
@@ -135,7 +135,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan."""
+    """Print the plan."""
     nodes = arguments.nodes or arguments.ranks
     if arguments.ranks % nodes:
         sys.exit(

@@ -53,7 +53,7 @@ def _number(names: tuple[str, ...]) -> int:
 
 
 def _pin(local_rank: int, local_size: int, wanted: int | None) -> int:
-    """Keeps this process to cores of its own, where there are enough; returns how many."""
+    """Keep this process to cores of its own, where there are enough; returns how many."""
     cores = sorted(os.sched_getaffinity(0))
     share = wanted or len(cores) // local_size
     if share * local_size > len(cores) or share == 0:

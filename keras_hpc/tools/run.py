@@ -18,7 +18,7 @@ from keras_hpc.tools import launchers, rank
 
 
 def add_command(commands: Any) -> None:
-    """Adds the subcommand to the parser."""
+    """Add the subcommand to the parser."""
     parser = commands.add_parser(
         "run",
         help="start a script on several ranks",

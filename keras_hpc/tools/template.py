@@ -12,7 +12,7 @@ _FOLDER = Path(__file__).parent / "templates"
 
 
 def add_command(commands: Any) -> None:
-    """Adds the subcommand to the parser."""
+    """Add the subcommand to the parser."""
     parser = commands.add_parser(
         "template",
         help="print a job script to edit",
@@ -23,6 +23,6 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the script."""
+    """Print the script."""
     sys.stdout.write((_FOLDER / f"{arguments.system}.sh").read_text())
     return 0

@@ -21,14 +21,14 @@ class Mail:
         self._receives: list[tuple[Any, int, bytearray]] = []
 
     def send(self, rank: int, message: Message) -> None:
-        """Sends on its way; two messages to one rank arrive in order."""
+        """Send on its way; two messages to one rank arrive in order."""
         from mpi4py import MPI
 
         data = json.dumps(message).encode()
         self._sends.append((self._comm.Isend([data, MPI.BYTE], dest=rank), data))
 
     def receive(self) -> list[tuple[int, Message]]:
-        """Returns what has come, with who sent it."""
+        """Return what has come, with who sent it."""
         from mpi4py import MPI
 
         status = MPI.Status()

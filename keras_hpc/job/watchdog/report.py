@@ -19,7 +19,7 @@ _WHY_SILENT = {
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Returns ranks as text: "rank 3", "ranks 0 to 2, 5"."""
+    """Return ranks as text: "rank 3", "ranks 0 to 2, 5"."""
     numbers = sorted(set(ranks))
     runs: list[list[int]] = []
     for number in numbers:
@@ -32,7 +32,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def where_text(stall: Stall) -> str:
-    """Returns where a rank waits, as text."""
+    """Return where a rank waits, as text."""
     if stall.what.startswith("plan "):
         tensor = f", tensor '{stall.detail}'" if stall.detail else ""
         return f"step {stall.number} of plan '{stall.what.split(' ', 2)[2]}' (team {stall.team}){tensor}"
@@ -40,20 +40,20 @@ def where_text(stall: Stall) -> str:
 
 
 def why_silent(rank: int, states: Iterable[State]) -> str:
-    """Returns why a rank does not answer, going by what its neighbours see."""
+    """Return why a rank does not answer, going by what its neighbours see."""
     seen = (state.neighbours[str(rank)] for state in states if str(rank) in state.neighbours)
     return _WHY_SILENT.get(next(seen, ""), "nothing is known of its process")
 
 
 def has_ended(rank: int, states: Iterable[State]) -> bool:
-    """Returns whether a neighbour sees that the process of a rank is no more."""
+    """Return whether a neighbour sees that the process of a rank is no more."""
     return any(state.neighbours.get(str(rank)) == GONE for state in states)
 
 
 def text(
     states: dict[int, State], places: Sequence[Place], members: Mapping[int, Sequence[int]], timeout_seconds: float
 ) -> str:
-    """Returns the report.
+    """Return the report.
 
     Args:
         states: of the ranks that answer.
@@ -91,7 +91,7 @@ def text(
 
 
 def own_text(state: State, stall: Stall, whole: bool) -> str:
-    """Returns what a rank writes into its own log.
+    """Return what a rank writes into its own log.
 
     Args:
         state: of the rank.
@@ -109,7 +109,7 @@ def own_text(state: State, stall: Stall, whole: bool) -> str:
 
 
 def without_rank_0(state: State, places: Sequence[Place]) -> str:
-    """Returns what a rank that waits writes into its own log where rank 0 does not answer."""
+    """Return what a rank that waits writes into its own log where rank 0 does not answer."""
     lines = [*_waits(state), f"{_named(0, places)} does not answer: {why_silent(0, [state])}."]
     lines += [f"rank {state.rank} is here, innermost first:", *(f"  {line}" for line in _lines_of(state))]
     return "".join(f"keras_hpc: {line}\n" for line in lines)

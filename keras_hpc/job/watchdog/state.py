@@ -76,11 +76,11 @@ class State:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> State:
-        """Returns the state that `dataclasses.asdict` made `values` of."""
+        """Return the state that `dataclasses.asdict` made `values` of."""
         return cls(**values | {"stalls": [Stall(**stall) for stall in values["stalls"]]})
 
     def arrived(self, stall: Stall) -> bool:
-        """Returns whether the rank has come to where others wait."""
+        """Return whether the rank has come to where others wait."""
         reached, not_started = self.progress.get(str(stall.team), {}).get(stall.what, (0, []))
         if reached != stall.number:
             return reached > stall.number
@@ -88,12 +88,12 @@ class State:
 
 
 def stalls_of(teams: list[Team]) -> list[Stall]:
-    """Returns the long waits of this rank."""
+    """Return the long waits of this rank."""
     return [_stall(team, *row) for team in teams if team.rank >= 0 for row in team.native.stalls()]
 
 
 def resolved_of(teams: list[Team]) -> list[Stall]:
-    """Returns the long waits of this rank that came to a good end since the last call."""
+    """Return the long waits of this rank that came to a good end since the last call."""
     return [_stall(team, *row) for team in teams if team.rank >= 0 for row in team.native.take_resolved()]
 
 
@@ -102,7 +102,7 @@ def _stall(team: Team, what: str, number: int, detail: str, tensor: int, seconds
 
 
 def state_of(rank: int, teams: list[Team], places: dict[int, Place]) -> State:
-    """Returns what this rank does now.
+    """Return what this rank does now.
 
     Args:
         rank: of the job.
@@ -130,11 +130,11 @@ class Place:
 
     @classmethod
     def mine(cls) -> Place:
-        """Returns the place of this process."""
+        """Return the place of this process."""
         return cls(platform.node(), os.getpid(), _stat(os.getpid())[1])
 
     def process(self) -> str:
-        """Returns the state of a process on this host: a letter as in /proc, or GONE."""
+        """Return the state of a process on this host: a letter as in /proc, or GONE."""
         letter, born = _stat(self.pid)
         return GONE if born != self.born or letter in "ZXx" else letter
 
@@ -149,7 +149,7 @@ def _stat(pid: int) -> tuple[str, str]:
 
 
 def stacks() -> list[tuple[str, list[str]]]:
-    """Returns name and frames of each Python thread, the main thread first; not of this one, nor of idle workers."""
+    """Return name and frames of each Python thread, the main thread first; not of this one, nor of idle workers."""
     file = os.memfd_create("keras_hpc-stacks")
     try:
         faulthandler.dump_traceback(file)
@@ -183,6 +183,6 @@ def _is_of_pool(frame: str) -> bool:
 
 
 def own_frame(frames: list[str]) -> str:
-    """Returns the innermost frame of the user's own code, or the innermost."""
+    """Return the innermost frame of the user's own code, or the innermost."""
     own = (frame for frame in frames if frame.startswith('File "/'))
     return next(own, frames[0] if frames else "no Python code")

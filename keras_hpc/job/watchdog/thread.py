@@ -173,13 +173,13 @@ class Watchdog:
         return state_of(self._job.rank, self._job.teams, self._neighbours)
 
     def _end(self, reason: str) -> None:
-        """Ends the job, once rank 0 has said why."""
+        """End the job, once rank 0 has said why."""
         if self._abort_at is None:
             self._reason = reason
             self._abort_at = time.monotonic() + _LAST_WORD_SECONDS
 
     def _end_without(self, silent: Iterable[int], states: Iterable[State]) -> None:
-        """Ends the job if a process has ended: nobody will ever come, whatever its launcher thinks of it."""
+        """End the job if a process has ended: nobody will ever come, whatever its launcher thinks of it."""
         for rank in silent:
             if report.has_ended(rank, states):
                 self._end(f"the process of rank {rank} has ended, and others wait for it.")

@@ -18,7 +18,7 @@ _ATTRIBUTES = {
 
 
 def take(callbacks: Any) -> tuple[list[Any], list[np.ndarray]]:
-    """Returns what callbacks remember: names and states that JSON can hold, and the arrays among them.
+    """Return what callbacks remember: names and states that JSON can hold, and the arrays among them.
 
     Args:
         callbacks: a `CallbackList`.

@@ -47,7 +47,7 @@ class Count:
 
 
 def tell(iterator: Any, step: int, team: Any, begun: int = 0) -> dict[str, Any]:
-    """Returns where training is in its data, as JSON can hold it.
+    """Return where training is in its data, as JSON can hold it.
 
     Args:
         iterator: the `EpochIterator` of `fit`.
@@ -71,7 +71,7 @@ def tell(iterator: Any, step: int, team: Any, begun: int = 0) -> dict[str, Any]:
 
 
 def translate(position: dict[str, Any], iterator: Any, team: Any) -> dict[str, Any]:
-    """Returns a position as it is with the ranks and batches of this process.
+    """Return a position as it is with the ranks and batches of this process.
 
     That is after as many samples, or ready-made batches, rounded down to whole steps; the beginning of the epoch where
     nobody knows how many those are.
@@ -102,13 +102,13 @@ def seek(iterator: Any, position: dict[str, Any]) -> int:
 
 
 def order_is_known(iterator: Any) -> bool:
-    """Returns whether we know in which order the data come."""
+    """Return whether we know in which order the data come."""
     adapter = iterator.data_adapter
     return hasattr(adapter, "passes") or _is_tf_dataset(getattr(adapter, "_dataset", None))
 
 
 def skipped(iterator: Any, steps: Iterator[Any], position: dict[str, Any]) -> Iterator[Any]:
-    """Yields what is left of the epoch's steps.
+    """Yield what is left of the epoch's steps.
 
     Args:
         iterator: the `EpochIterator` of `fit`.

@@ -50,14 +50,14 @@ class Session:
 
     @classmethod
     def of(cls, model: Any, callbacks: list[Any]) -> Session | None:
-        """Returns the session of a `fit` with these callbacks; None without a `Checkpoint`."""
+        """Return the session of a `fit` with these callbacks; None without a `Checkpoint`."""
         found = [callback for callback in callbacks if isinstance(callback, ours.Checkpoint)]
         if len(found) > 1:
             raise ValueError(f"Expected one Checkpoint in a `fit`. Received: {len(found)}")
         return cls(model, found[0]) if found else None
 
     def begin(self, callbacks: Any) -> None:
-        """Looks at the disk, finds the checkpoint to go on from, and tells Keras the epoch. Collective."""
+        """Look at the disk, finds the checkpoint to go on from, and tells Keras the epoch. Collective."""
         self._build()
         self.count = position.Count(self.iterator)
         if not position.order_is_known(self.iterator) and self.team.rank == 0:
@@ -99,7 +99,7 @@ class Session:
         self._say_where(outcome["path"], epochs, place)
 
     def restore(self, callbacks: Any) -> None:
-        """Puts back what the checkpoint holds, now that other callbacks and hooks have begun. Collective."""
+        """Put back what the checkpoint holds, now that other callbacks and hooks have begun. Collective."""
         if self._found is None:
             return
         facts, _ = self._found
@@ -114,7 +114,7 @@ class Session:
             self._found = None
 
     def steps_of(self, iterator: Any, steps: Iterator[Any]) -> Iterator[Any]:
-        """Yields what is left of an epoch's steps. Collective where training goes on in the middle of a pass."""
+        """Yield what is left of an epoch's steps. Collective where training goes on in the middle of a pass."""
         if iterator is not self.iterator:
             yield from steps
             return
@@ -139,7 +139,7 @@ class Session:
             yield item
 
     def after_batch(self, callbacks: Any, batch: int) -> None:
-        """Saves if it is time to, or if a signal asks to stop. Collective."""
+        """Save if it is time to, or if a signal asks to stop. Collective."""
         before, self.done = self.done, self.done + batch + 1 - self.step
         self.step = batch + 1
         self._due |= self.every is not None and self.done // self.every > before // self.every
@@ -154,7 +154,7 @@ class Session:
             self._leave(stop)
 
     def after_epoch(self, callbacks: Any, epoch: int) -> None:
-        """Saves if it is time to, if training ends, or if a signal asks to stop. Collective."""
+        """Save if it is time to, if training ends, or if a signal asks to stop. Collective."""
         self.epoch, self.step = epoch + 1, 0
         last = self.epoch >= callbacks.params.get("epochs", 0) or self.model.stop_training
         stop = self.request.look(self.team)
@@ -164,7 +164,7 @@ class Session:
             self._leave(stop)
 
     def save(self, callbacks: Any) -> None:
-        """Writes a checkpoint. Collective.
+        """Write a checkpoint. Collective.
 
         Raises:
             OSError: on all ranks, if the first cannot write it.
@@ -212,7 +212,7 @@ class Session:
         return [a.copy().view(name).reshape(shape) for a, (name, shape) in zip(raw, specs, strict=True)]
 
     def _build(self) -> None:
-        """Builds model, metrics and optimizer where Keras does it in the first step only, which is on TensorFlow."""
+        """Build model, metrics and optimizer where Keras does it in the first step only, which is on TensorFlow."""
         data = getattr(self.iterator, "_distributed_dataset", None)
         if data is not None:
             building.build(self.model, data.element_spec, metrics=True)
@@ -252,7 +252,7 @@ class Session:
             log.info(f"Checkpoint: {text}")
 
     def _leave(self, number: int) -> None:
-        """Ends this process, and every rank does."""
+        """End this process, and every rank does."""
         self.request.taken = True
         if self.team.rank == 0:
             (self.folder / storage.INTERRUPTED).touch()

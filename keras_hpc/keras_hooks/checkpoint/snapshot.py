@@ -28,13 +28,13 @@ _DIGEST_BYTES = 32
 
 
 def nbytes(model: Any) -> int:
-    """Returns about how many bytes `take` returns for a model that is built."""
+    """Return about how many bytes `take` returns for a model that is built."""
     own = sum(map(_size_of, (variable for _, variable in _own_variables(model))))
     return sum(map(_size_of, _common_variables(model))) + own * current.team_of(model).size + 8192
 
 
 def take(model: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Returns a description for JSON, and arrays, which are whole on the team's first rank. Collective.
+    """Return a description for JSON, and arrays, which are whole on the team's first rank. Collective.
 
     Args:
         model: of which no step is running.
@@ -72,7 +72,7 @@ def take(model: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def check(model: Any, facts: dict[str, Any]) -> None:
-    """Raises unless a model is like the one that `take` described.
+    """Raise unless a model is like the one that `take` described.
 
     Raises:
         ValueError: naming the first difference.
@@ -99,7 +99,7 @@ def check(model: Any, facts: dict[str, Any]) -> None:
 
 
 def put_back(model: Any, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-    """Gives model, optimizers and random generators of all ranks what `take` has taken. Collective.
+    """Give model, optimizers and random generators of all ranks what `take` has taken. Collective.
 
     On another number of ranks all get what is alike, the mean of each rank's statistics and waiting gradients, no
     running metrics, and random states that are new for all but the first.
@@ -147,7 +147,7 @@ def put_back(model: Any, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -
 
 
 def share(team: Any, array: np.ndarray | None) -> np.ndarray:
-    """Returns the bytes that the team's first rank has. Collective.
+    """Return the bytes that the team's first rank has. Collective.
 
     Args:
         team: who shares.
@@ -163,13 +163,13 @@ def share(team: Any, array: np.ndarray | None) -> np.ndarray:
 
 
 def share_object(team: Any, value: Any) -> Any:
-    """Returns what the team's first rank passes, which JSON can hold. Collective."""
+    """Return what the team's first rank passes, which JSON can hold. Collective."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8).copy() if team.rank == 0 else None
     return json.loads(share(team, text).tobytes())
 
 
 def standard_dtype(variable: Any) -> str:
-    """Returns the name of a variable's dtype."""
+    """Return the name of a variable's dtype."""
     return str(keras.backend.standardize_dtype(variable.dtype))
 
 

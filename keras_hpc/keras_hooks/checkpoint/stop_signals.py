@@ -48,12 +48,12 @@ class Request:
         self._received = number
 
     def after_step(self, team: Any) -> int:
-        """Returns the signal that a rank has received, or 0 if there is none or it is not time to look. Collective."""
+        """Return the signal that a rank has received, or 0 if there is none or it is not time to look. Collective."""
         self._left -= 1
         return 0 if self._left > 0 else self.look(team)
 
     def look(self, team: Any) -> int:
-        """Returns the signal that a rank has received, or 0. Collective on the team."""
+        """Return the signal that a rank has received, or 0. Collective on the team."""
         now = time.monotonic()
         per_second = self._steps / max(now - self._looked_at, 1e-9)
         steps = max(1, min(2 * self._steps, int(_LOOK_SECONDS * per_second)))

@@ -34,7 +34,7 @@ class DamagedError(Exception):
 
 
 def check(folder: Path, nbytes: int, keep: int) -> None:
-    """Prepares a folder for checkpoints, and removes what a killed process has left half written there.
+    """Prepare a folder for checkpoints, and remove what a killed process has left half written there.
 
     Args:
         folder: it is made where there is none.
@@ -64,7 +64,7 @@ def check(folder: Path, nbytes: int, keep: int) -> None:
 
 
 def write(folder: Path, step: int, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray], keep: int) -> Path:
-    """Writes a checkpoint and removes older ones.
+    """Write a checkpoint and remove older ones.
 
     Args:
         folder: for which `check` was called.
@@ -109,7 +109,7 @@ def write(folder: Path, step: int, facts: Mapping[str, Any], arrays: Mapping[str
 
 
 def newest(folder: Path) -> tuple[Path, dict[str, Any], dict[str, np.ndarray], list[str]] | None:
-    """Returns the newest checkpoint that is as it was written, or None where there is none at all.
+    """Return the newest checkpoint that is as it was written, or None where there is none at all.
 
     Newer ones that are damaged are put aside, under another name.
 
@@ -158,7 +158,7 @@ def _whole(folder: Path) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint. Half removed, it must not look like one."""
+    """Remove a checkpoint. Half removed, it must not look like one."""
     doomed = path.with_name(f"{_UNFINISHED}old-{path.name}")
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -176,7 +176,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Makes the names in a folder last."""
+    """Make the names in a folder last."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -66,11 +66,11 @@ class ShardedArrays(DataAdapter):  # type: ignore[misc, valid-type]
         )
 
     def content(self) -> str:
-        """Returns a digest, to find out whether ranks hold the same data."""
+        """Return a digest, to find out whether ranks hold the same data."""
         return digest(self._inputs)
 
     def rows(self, count: int) -> Any:
-        """Returns the first rows of what the model is called with."""
+        """Return the first rows of what the model is called with."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(self._inputs)
         return tree.map_structure(lambda c: np.asarray(c[:count]), x)
 
@@ -156,7 +156,7 @@ class ShardedArrays(DataAdapter):  # type: ignore[misc, valid-type]
 
 
 def digest(arrays: Any) -> str:
-    """Returns a digest of nested arrays or tensors, of rows that are evenly spread if they are large or on disk."""
+    """Return a digest of nested arrays or tensors, of rows that are evenly spread if they are large or on disk."""
     found = xxhash.xxh3_128()
     leaves = [leaf for leaf in tree.flatten(arrays) if leaf is not None]
     total = sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
@@ -183,7 +183,7 @@ def _dtype(array: Any) -> Any:
 
 
 def _tensorflow_gather(inputs: Any) -> Callable[[Any], Any]:
-    """Returns a function from row numbers to these rows of `inputs`."""
+    """Return a function from row numbers to these rows of `inputs`."""
     import tensorflow as tf
 
     sparse = keras_private.adapter("array_slicing:TensorflowSparseWrapper")

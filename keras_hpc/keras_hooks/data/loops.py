@@ -16,7 +16,7 @@ _is_tf_dataset = keras_private.adapter(":is_tf_dataset")
 
 
 def part_of(data: Any, rank: int, size: int) -> Any:
-    """Returns the part of `rank` of `size`; see `keras_hpc.shard`."""
+    """Return the part of `rank` of `size`; see `keras_hpc.shard`."""
     if _is_tf_dataset(data):
         return _of_tf_dataset(data, rank, size)
     if isinstance(data, keras.utils.PyDataset):

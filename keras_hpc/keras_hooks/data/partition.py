@@ -34,7 +34,7 @@ class Shard:
     fixed: int | None = None
 
     def part(self, count: int) -> tuple[int, int]:
-        """Returns `(start, stop)` of this rank's part of `count` rows.
+        """Return `(start, stop)` of this rank's part of `count` rows.
 
         Parts differ by one row at most; with a fixed batch size, the first ranks get as many rows each, the others
         none. Only plain arithmetic, so without that `count` may be an integer tensor, too.
@@ -47,7 +47,7 @@ class Shard:
         return start, stop
 
     def global_batch(self, batch_size: int) -> int:
-        """Returns how many samples all ranks together see in a step."""
+        """Return how many samples all ranks together see in a step."""
         return batch_size * self.size if self.batch == "local" else batch_size
 
     @property
@@ -56,7 +56,7 @@ class Shard:
         return self.size if self.batch == "local" else 1
 
     def steps(self, batches: int) -> int:
-        """Returns the number of steps in which ranks get through `batches` ready-made batches."""
+        """Return the number of steps in which ranks get through `batches` ready-made batches."""
         return -(-batches // self.size) if self.batch == "local" else batches
 
 
@@ -113,13 +113,13 @@ class Partition:
         return first == end
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """Returns `(start, stop)` in the order of the samples that this rank sees in `step`."""
+        """Return `(start, stop)` in the order of the samples that this rank sees in `step`."""
         offset = step * self.global_batch
         start, stop = self.shard.part(min(self.global_batch, self.samples - offset))
         return offset + start, offset + stop
 
     def mine(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns this rank's entries of `order`: shape `(full_steps, part)`, and those of the last, smaller step."""
+        """Return this rank's entries of `order`: shape `(full_steps, part)`, and those of the last, smaller step."""
         whole = self.full_steps * self.global_batch
         start, stop = self.shard.part(self.global_batch)
         tail_start, tail_stop = self.shard.part(self.samples - whole)
@@ -127,7 +127,7 @@ class Partition:
         return full, order[whole + tail_start : whole + tail_stop]
 
     def order(self, shuffle: bool | str, seed: int, epoch: int) -> np.ndarray:
-        """Returns the order of pass number `epoch`, the same wherever `seed` is.
+        """Return the order of pass number `epoch`, the same wherever `seed` is.
 
         Args:
             shuffle: `False` keeps the samples as they are, `True` permutes them all, `"batch"` permutes within each

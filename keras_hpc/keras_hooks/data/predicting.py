@@ -19,7 +19,7 @@ _to_sliceable = keras_private.adapter("array_slicing:convert_to_sliceable")
 
 
 def predict(original: Callable[..., Any], model: Any, arguments: dict[str, Any]) -> Any:
-    """Returns on every rank the outputs for all of `x`, in the order of `x`. Collective.
+    """Return on every rank the outputs for all of `x`, in the order of `x`. Collective.
 
     Of arrays that are the same on all ranks, each computes one contiguous block. Where they are not, each rank gets
     the outputs for its own. So it does of other sources, and of models whose outputs are not one row for each row of
@@ -59,7 +59,7 @@ def predict(original: Callable[..., Any], model: Any, arguments: dict[str, Any])
 
 
 def _count(x: Any) -> int:
-    """Returns the number of samples; 0 where lengths differ, which Keras then reports."""
+    """Return the number of samples; 0 where lengths differ, which Keras then reports."""
     counts = {int(a.shape[0]) for a in tree.flatten(x) if a is not None}
     return counts.pop() if len(counts) == 1 else 0
 

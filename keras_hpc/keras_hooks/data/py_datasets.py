@@ -95,7 +95,7 @@ class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc, valid-type]
         return f"PyDataset, {batches or 'endless'} batches, {how}, steps an epoch: {steps or 'unknown'}"
 
     def content(self) -> str:
-        """Returns a digest of the first batch, to find out whether ranks hold the same data."""
+        """Return a digest of the first batch, to find out whether ranks hold the same data."""
         return digest(self.py_dataset.source[0])
 
     def on_epoch_begin(self) -> None:
@@ -122,7 +122,7 @@ class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc, valid-type]
 
 
 def _read(part: _Pass) -> Iterator[Any]:
-    """Yields a pass's batches, read ahead by its workers if it has any."""
+    """Yield a pass's batches, read ahead by its workers if it has any."""
     steps = itertools.count() if part.num_batches is None else range(part.num_batches)
     if not (part.workers > 1 or (part.workers > 0 and part.use_multiprocessing)):
         yield from (part[step] for step in steps)

@@ -14,12 +14,12 @@ _is_tensorflow_sparse = keras_private.adapter("data_adapter_utils:is_tensorflow_
 
 
 def count(batch: Any) -> int:
-    """Returns the number of rows."""
+    """Return the number of rows."""
     return next(int(a.shape[0]) for a in tree.flatten(batch) if a is not None)
 
 
 def take(batch: Any, start: int, stop: int) -> Any:
-    """Returns the rows from `start` to `stop`."""
+    """Return the rows from `start` to `stop`."""
 
     def one(array: Any) -> Any:
         if array is None:
@@ -35,10 +35,10 @@ def take(batch: Any, start: int, stop: int) -> Any:
 
 
 def empty_like(batch: Any) -> Any:
-    """Returns a batch of the same kind without rows."""
+    """Return a batch of the same kind without rows."""
     return take(batch, 0, 0)
 
 
 def mine(batch: Any, shard: Shard) -> Any:
-    """Returns this rank's part of a batch that all ranks hold."""
+    """Return this rank's part of a batch that all ranks hold."""
     return take(batch, *shard.part(count(batch)))

@@ -27,7 +27,7 @@ _HINT = (
 
 
 def adapter_for(job: Job, team: Team, call: running.Call, arguments: dict[str, Any]) -> Any:
-    """Returns the Keras `DataAdapter` of this rank's part, or `None` where Keras' own does. Collective.
+    """Return the Keras `DataAdapter` of this rank's part, or `None` where Keras' own does. Collective.
 
     Args:
         job: the running job.
@@ -74,7 +74,7 @@ def adapter_for(job: Job, team: Team, call: running.Call, arguments: dict[str, A
 
 
 def check_steps(job: Job, team: Team, call: running.Call, arguments: dict[str, Any]) -> None:
-    """Raises where ranks that read their own part would make different numbers of steps. Collective.
+    """Raise where ranks that read their own part would make different numbers of steps. Collective.
 
     Raises:
         ValueError: on every rank.
@@ -97,7 +97,7 @@ def check_steps(job: Job, team: Team, call: running.Call, arguments: dict[str, A
 
 
 def _open(shard: Shard, team: Team, arguments: dict[str, Any]) -> Any:
-    """Returns this rank's adapter, before anything is agreed on."""
+    """Return this rank's adapter, before anything is agreed on."""
     if shard.fixed is not None and shard.batch == "global" and shard.size > 1:
         raise ValueError(
             'With init(batch="global") ranks take parts of a batch, but this model takes batches of one size only. Use '
@@ -123,7 +123,7 @@ def _pick(arguments: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _batches_of(shard: Shard, team: Team, x: Any, class_weight: Any, shuffle: bool | str) -> Callable[[], Any] | None:
-    """Returns what opens a source of ready-made batches; `None` leaves it to Keras."""
+    """Return what opens a source of ready-made batches; `None` leaves it to Keras."""
     import keras
 
     if isinstance(x, keras.utils.PyDataset):

@@ -40,7 +40,7 @@ class _Batches:
         self._is_read_once = iter(source) is source
 
     def begin(self) -> Iterator[Any]:
-        """Returns a pass."""
+        """Return a pass."""
         if self._rest is None:
             stream: Iterator[Any] = map(_as_tuple, self._source)
         else:
@@ -74,7 +74,7 @@ class ShardedStream(_KerasAdapter):  # type: ignore[misc, valid-type]
         return f"{self.fingerprint[0]}, every rank reads all batches, {how}"
 
     def content(self) -> str:
-        """Returns a digest of the first batch, to find out whether ranks hold the same data."""
+        """Return a digest of the first batch, to find out whether ranks hold the same data."""
         return digest(self._batches.first[0])
 
 

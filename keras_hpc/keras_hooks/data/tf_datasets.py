@@ -44,12 +44,12 @@ class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc, valid-type]
         return f"tf.data.Dataset, {self._batches} batches, {how}, steps an epoch: {steps}"
 
     def content(self) -> str:
-        """Returns a digest of the tensors and seeds in the pipeline, to find out whether ranks hold the same data."""
+        """Return a digest of the tensors and seeds in the pipeline, to find out whether ranks hold the same data."""
         return self._content
 
 
 def part_of(dataset: Any, shard: Shard) -> Any:
-    """Returns this rank's part of `dataset`; ranks get the same number of batches, some of which may have no rows."""
+    """Return this rank's part of `dataset`; ranks get the same number of batches, some of which may have no rows."""
     import tensorflow as tf
 
     if shard.batch == "global":
@@ -77,7 +77,7 @@ def shuffles_without_seed(dataset: Any) -> bool:
 
 
 def _constants(dataset: Any) -> list[Any]:
-    """Returns the tensors that a pipeline begins with, and the seeds of its shuffles. Reads no element of it."""
+    """Return the tensors that a pipeline begins with, and the seeds of its shuffles. Reads no element of it."""
     held = [*(getattr(dataset, "_tensors", None) or []), getattr(dataset, "_tensor", None)]
     seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
     # Not what is ragged or sparse, which a pipeline holds as it likes.
@@ -121,7 +121,7 @@ def _part(element: Any, shard: Shard) -> Any:
 
 
 def _empty(spec: Any) -> Any:
-    """Returns a value of `spec` without rows. Other axes of unknown length get the length 1."""
+    """Return a value of `spec` without rows. Other axes of unknown length get the length 1."""
     import tensorflow as tf
 
     if isinstance(spec, tf.RaggedTensorSpec):

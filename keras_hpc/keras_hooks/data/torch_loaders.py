@@ -56,7 +56,7 @@ class ShardedDataLoader(TorchDataLoaderAdapter):  # type: ignore[misc, valid-typ
         return f"DataLoader, {self._batches or known} batches, {how}, steps an epoch: {self._num_batches or known}"
 
     def content(self) -> str:
-        """Returns a digest of the first sample, to find out whether ranks hold the same data."""
+        """Return a digest of the first sample, to find out whether ranks hold the same data."""
         loader = self._dataloader.loader
         if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
             return ""
@@ -124,7 +124,7 @@ class _Part:
 
 
 def _with_indices(loader: DataLoader[Any], batches: list[list[int]]) -> DataLoader[Any]:
-    """Returns a loader as the user's is, for these samples."""
+    """Return a loader as the user's is, for these samples."""
     names = (
         "num_workers",
         "collate_fn",
