@@ -50,6 +50,7 @@ REQUIRED = [
     f"{TRAINER}._resolve_auto_jit_compile",
     f"{TRAINER}._aggregate_additional_loss",
     f"{TRAINER}._symbolic_build",
+    f"{TRAINER}.compute_loss",
     f"{_LAYER}._flatten_layers",
     f"{_CALLBACKS}.on_train_begin",
     f"{_CALLBACKS}.on_epoch_end",

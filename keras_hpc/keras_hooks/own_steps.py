@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out whether ranks that average the gradients of a `train_step` of the user's own compute what one rank would.
+"""Finds out whether ranks that average the gradients of a step of the user's own compute what one rank would.
 
-With `init(batch="global")` they must, but such a step does not say whether its loss is a mean or a sum over samples. So
-it is tried before training, without updating anything: on made-up samples, as one of two ranks that both have them, and
-on the same samples twice, as one rank that has all of them. Its gradients must be the same.
+With `init(batch="global")` they must, but a `train_step` or `compute_loss` of the user's own does not say whether its
+loss is a mean or a sum over samples. So the step is tried before training, without updating anything: on made-up
+samples, as one of two ranks that both have them, and on the same samples twice, as one rank that has all of them. Its
+gradients must be the same.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ def is_keras_own(model: Any) -> bool:
     return getattr(model.train_step, "__func__", None) is own
 
 
+def _has_keras_loss(model: Any) -> bool:
+    """Return whether a model computes its loss as Keras does."""
+    return type(model).compute_loss is keras_private.get(keras_private.TRAINER).compute_loss
+
+
 def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Try the step of a model before its first one in a `fit`, once. Collective on its team.
 
@@ -51,7 +57,9 @@ def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     call = running.call()
     this, state = current.job(), current.job().known.model(model)
     in_fit = call is not None and call.kind == "fit"
-    if not in_fit or state.step_was_tried or this.batch != "global" or this.size == 1 or is_keras_own(model):
+    if not in_fit or state.step_was_tried or this.batch != "global" or this.size == 1:
+        return arguments
+    if is_keras_own(model) and _has_keras_loss(model):
         return arguments
     state.step_was_tried = True
     *rest, batches = arguments
@@ -71,7 +79,7 @@ def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _report(model: Any, verdict: int, ratio: float) -> None:
-    what = f"`{type(model).__name__}.train_step()`"
+    what = f"`{type(model).__name__}.{'compute_loss' if is_keras_own(model) else 'train_step'}()`"
     if verdict == _UNKNOWN:
         current.notice(f"{what}: its gradients are averaged over ranks, which is right if its loss is a mean")
     elif verdict != _FINE:

@@ -305,6 +305,32 @@ def test_a_step_of_ones_own(loss, caplog):
     keras_hpc.check_replicas(model)
 
 
+class OwnLoss(keras.Model):
+    """A model with a loss of its own and the step of Keras."""
+
+    def __init__(self, loss):
+        inputs = keras.Input((4,))
+        super().__init__(inputs, dense()(inputs))
+        self.own_loss = loss
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return self.own_loss(y, y_pred)
+
+
+@pytest.mark.parametrize("kind", ["mean", "sum"])
+def test_a_loss_that_the_model_computes(kind):
+    def make():
+        model = OwnLoss(lambda y, p: getattr(ops, kind)(ops.square(y - p)))
+        model.compile(keras.optimizers.SGD(1e-3))
+        return model
+
+    if kind == "mean" or job().size == 1:
+        compare(make)
+    else:
+        with pytest.raises(ValueError, match=r"compute_loss\(\)` are a sum over samples"):
+            make().fit(X, Y, batch_size=BATCH, verbose=0)
+
+
 @pytest.mark.parametrize(
     ("loss", "layers", "what"),
     [
