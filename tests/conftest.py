@@ -71,8 +71,9 @@ def _tail(text: str, limit: int = 12_000) -> str:
 def run_ranks() -> RunRanks:
     """A function that starts ranks, waits for them, and fails the test with their output if anything is amiss.
 
-    `run_ranks(n, args, timeout=120, env=None, backend="tensorflow", expect_failure=False, mpi=True, cwd=...)` runs
-    `python args...` on `n` ranks (`mpi=False`: one process without mpiexec) and returns a `launch.Run`.
+    `run_ranks(n, args, timeout=120, env=None, backend="tensorflow", expect_failure=False, mpi=True, lean=True, cwd=...)`
+    runs `python args...` on `n` ranks (`mpi=False`: one process without mpiexec; `lean=False`: with all that is
+    installed) and returns a `launch.Run`.
     """
 
     def run(
@@ -84,11 +85,12 @@ def run_ranks() -> RunRanks:
         backend: str = "tensorflow",
         expect_failure: bool = False,
         mpi: bool = True,
+        lean: bool = True,
         **options: Path,
     ) -> Run:
         command = [sys.executable, *map(str, args)]
         # Examples and benchmarks draw charts, and show that it works with all that is installed.
-        lean = not (args[0] == "-m" and str(args[1]).startswith(("examples", "benchmarks")))
+        lean = lean and not (args[0] == "-m" and str(args[1]).startswith(("examples", "benchmarks")))
         environment = child_environment(backend, env, lean)
         done = launch(n, command, timeout=timeout, env=environment, mpi=mpi, **options)
         report = f"{n} ranks, {backend}: {' '.join(map(str, args))}\n{_tail(done.output)}"

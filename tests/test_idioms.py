@@ -63,7 +63,7 @@ def _run(paths, backend, n, folder, run_ranks):
         if not left:
             break
         try:
-            run_ranks(n, [FOLDER / "run_idioms.py", folder, *left], timeout=500, backend=backend)
+            run_ranks(n, [FOLDER / "run_idioms.py", folder, *left], timeout=500, backend=backend, lean=False)
         except pytest.fail.Exception as failure:
             amiss |= dict.fromkeys(left, f"job {attempt + 1}: {failure}")
     found = {}

@@ -5,6 +5,7 @@ from keras import ops
 from tiny import images
 
 BACKENDS = ("torch",)
+INIT = {"batch": "local"}
 
 
 class Contrast(keras.layers.Layer):
