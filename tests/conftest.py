@@ -71,7 +71,7 @@ def _tail(text: str, limit: int = 12_000) -> str:
 def run_ranks() -> RunRanks:
     """A function that starts ranks, waits for them, and fails the test with their output if anything is amiss.
 
-    `run_ranks(n, args, timeout=120, env=None, backend="tensorflow", expect_failure=False, mpi=True, lean=True, cwd=...)`
+    `run_ranks(n, args, timeout=120, env=None, backend="tensorflow", expect_failure=False, mpi=True, lean=True)`
     runs `python args...` on `n` ranks (`mpi=False`: one process without mpiexec; `lean=False`: with all that is
     installed) and returns a `launch.Run`.
     """
