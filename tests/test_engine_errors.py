@@ -89,7 +89,7 @@ def test_a_collective_that_a_rank_never_joins_is_an_error_soon():
         if rank == 1:
             team.leave()
         else:
-            with pytest.raises(_native.Error, match="in barrier for rank 1, which has already left"):
+            with pytest.raises(_native.Error, match=r"in barrier .*rank 1 has already left"):
                 team.barrier()
 
     run([0, 0], work, timeout=30)

@@ -76,29 +76,7 @@ class World:
         """Collective: a way for the engine to reach the ranks, over the MPI library that mpi4py uses."""
         if self.comm is None:
             return _native.in_process_transports([0])[0]
-        from mpi4py import MPI
-
-        open_mpi = MPI._sizeof(MPI.Comm) > 4
-        return _native.mpi_transport(
-            module_path=MPI.__file__,
-            handle_size=MPI._sizeof(MPI.Comm),
-            comm=_handle(self.comm),
-            constants={
-                "BYTE": _handle(MPI.BYTE),
-                "ERRORS_RETURN": _handle(MPI.ERRORS_RETURN),
-                "IN_PLACE": int(MPI.IN_PLACE),
-                # The one constant that mpi4py does not show: 1 in the MPICH family, 0 in Open MPI.
-                "STATUS_IGNORE": 0 if open_mpi else 1,
-            },
-            dtypes={
-                "float32": _handle(MPI.FLOAT),
-                "float64": _handle(MPI.DOUBLE),
-                "int32": _handle(MPI.INT32_T),
-                "int64": _handle(MPI.INT64_T),
-            },
-            ops={"sum": _handle(MPI.SUM)},  # its min and max do not propagate NaN
-            node_of_rank=self.node_of_rank,
-        )
+        return _native_mpi(self.comm).transport(self.node_of_rank)
 
 
 def connect(comm: Any) -> World:
@@ -140,8 +118,7 @@ def connect(comm: Any) -> World:
     comm.Allgather(leader, leaders)
     if comm.rank == leader[0]:  # all ranks of the node are through MPI_Init
         _unlink_shared_memory()
-    numbers = {int(rank): number for number, rank in enumerate(dict.fromkeys(leaders.tolist()))}
-    return World(comm, comm.rank, comm.size, [numbers[int(rank)] for rank in leaders])
+    return World(comm, comm.rank, comm.size, _native_mpi(comm).nodes(leaders.tolist()))
 
 
 def check_threads(world: World) -> None:
@@ -262,6 +239,31 @@ def ranks_started() -> str:
         if value.isdigit() and int(value) > 1:
             return f"{launcher} started {value} processes ({variable}={value})"
     return ""
+
+
+def _native_mpi(comm: Any) -> _native.Mpi:
+    """MPI for the engine: the library that mpi4py uses."""
+    from mpi4py import MPI
+
+    return _native.Mpi(
+        module_path=MPI.__file__,
+        handle_size=MPI._sizeof(MPI.Comm),
+        comm=_handle(comm),
+        constants={
+            "BYTE": _handle(MPI.BYTE),
+            "ERRORS_RETURN": _handle(MPI.ERRORS_RETURN),
+            "IN_PLACE": int(MPI.IN_PLACE),
+            # The one constant that mpi4py does not show: 1 in the MPICH family, 0 in Open MPI.
+            "STATUS_IGNORE": 0 if MPI._sizeof(MPI.Comm) > 4 else 1,
+        },
+        dtypes={
+            "float32": _handle(MPI.FLOAT),
+            "float64": _handle(MPI.DOUBLE),
+            "int32": _handle(MPI.INT32_T),
+            "int64": _handle(MPI.INT64_T),
+        },
+        ops={"sum": _handle(MPI.SUM)},  # its min and max do not propagate NaN
+    )
 
 
 def _handle(thing: Any) -> int:

@@ -38,21 +38,25 @@ struct AllreduceArgs {
   Channel& channel;
   std::vector<int> peers;  // the ranks that take part, in the same order on all of them; two or more
   int me;                  // index of this rank in `peers`
-  void* data;              // reduced in place
+  void* data;              // reduced in place; the network works on it
   size_t count;            // elements
   DType dtype;
   DType wire;  // `dtype`, or 16 bits to which float32 is rounded while it travels
   Op op;       // mean is a sum here
   int tag;     // no other operation between these ranks uses it at the same time
+  // Holds `data`. The network goes on using it after the operation was given up, so it is never the caller's.
+  std::shared_ptr<void> memory;
 };
 
 std::unique_ptr<Allreduce> make_allreduce(Algorithm algorithm, const AllreduceArgs& args);
 
-// The same, in segments of which some are on the way at once: while one travels, another is added up. Before a segment
-// sets out and after it has come back, the caller is told: (first element, elements).
-using OnSegment = std::function<void(size_t begin, size_t count)>;
+// The same, in segments of which some are on the way at once: while one travels, another is added up. `args.data` is
+// memory for those on the way, segmented_bytes() of it. `before` puts a segment there before it sets out, and `after`
+// takes it when it has come back: (first element, elements, where).
+using OnSegment = std::function<void(size_t begin, size_t count, std::byte* data)>;
 constexpr int kSegmentTags = 4;  // it uses args.tag and as many in all
-std::unique_ptr<Allreduce> make_segmented(Algorithm algorithm, const AllreduceArgs& args, OnSegment before = nullptr,
-                                          OnSegment after = nullptr);
+size_t segmented_bytes(Algorithm algorithm, size_t peers);
+std::unique_ptr<Allreduce> make_segmented(Algorithm algorithm, const AllreduceArgs& args, OnSegment before,
+                                          OnSegment after);
 
 }  // namespace keras_hpc

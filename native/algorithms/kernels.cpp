@@ -20,6 +20,8 @@
 #define KHPC_CLONES
 #endif
 #define KHPC_INLINE inline __attribute__((always_inline))
+// Iterations are independent: an `out` may be a source, never a part of one.
+#define KHPC_INDEPENDENT _Pragma("omp simd")
 
 namespace keras_hpc {
 namespace {
@@ -43,10 +45,13 @@ KHPC_INLINE To bit_cast(From value) {
 KHPC_INLINE float widen(Float16 value) {
   const uint32_t sign = (value.bits & 0x8000u) << 16;
   const uint32_t magnitude = value.bits & 0x7fffu;
-  // Shift exponent and mantissa into place; a multiplication by 2^112 corrects the bias, subnormals included.
-  const float finite = bit_cast<float>(magnitude << 13) * bit_cast<float>(0x77800000u);
-  const float special = bit_cast<float>(0x7f800000u | (magnitude << 13));  // infinity and NaN
-  return bit_cast<float>(bit_cast<uint32_t>(magnitude >= 0x7c00u ? special : finite) | sign);
+  // Exponent and mantissa go into place, and the exponent's bias becomes that of float32.
+  const uint32_t normal = (magnitude << 13) + (112u << 23);
+  // Subnormals are multiples of 2^-24. No float32 on the way is one: for those, processors take much longer.
+  const auto subnormal = bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+  const uint32_t special = 0x7f800000u | (magnitude << 13);  // infinity and NaN
+  const uint32_t finite = magnitude < 0x400u ? subnormal : normal;
+  return bit_cast<float>((magnitude >= 0x7c00u ? special : finite) | sign);
 }
 KHPC_INLINE float widen(BFloat16 value) {
   return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
@@ -99,16 +104,16 @@ KHPC_INLINE W combine(W a, W b) {
   }
 }
 
-// Two ranks, in one pass over memory. An `out` may be a source, never a part of one: iterations are independent.
+// Two ranks, in one pass over memory.
 template <class T, Op op>
 KHPC_INLINE void reduce_two(const T* x, const T* y, double scale, T* out, T* copy, size_t count) {
   using W = decltype(widen(T{}));
   const W factor = static_cast<W>(scale);
   if (copy == nullptr) {
-#pragma GCC ivdep
+    KHPC_INDEPENDENT
     for (size_t i = 0; i < count; ++i) narrow(static_cast<W>(combine<op>(widen(x[i]), widen(y[i])) * factor), out[i]);
   } else {
-#pragma GCC ivdep
+    KHPC_INDEPENDENT
     for (size_t i = 0; i < count; ++i) {
       T result;
       narrow(static_cast<W>(combine<op>(widen(x[i]), widen(y[i])) * factor), result);
@@ -179,16 +184,50 @@ KHPC_INLINE void dispatch(DType dtype, Op op, F&& f) {
   }
 }
 
+// Arithmetic as IEEE 754 has it, whoever computes: threads of frameworks take values below 2^-126 for zero, and results
+// must not depend on which thread comes to compute them.
+class PlainArithmetic {
+ public:
+#if defined(__SSE2__)
+  PlainArithmetic() : before_(_mm_getcsr()) {
+    if (before_ & kSpecial) _mm_setcsr(before_ & ~kSpecial);
+  }
+  ~PlainArithmetic() {
+    if (before_ & kSpecial) _mm_setcsr(before_);
+  }
+
+ private:
+  static constexpr unsigned kSpecial = 0xe040;  // denormals are zero, rounding, results that are denormal become zero
+  const unsigned before_;
+#elif defined(__aarch64__)
+  PlainArithmetic() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    if (before_ & kSpecial) asm volatile("msr fpcr, %0" : : "r"(before_ & ~kSpecial));
+  }
+  ~PlainArithmetic() {
+    if (before_ & kSpecial) asm volatile("msr fpcr, %0" : : "r"(before_));
+  }
+
+ private:
+  static constexpr uint64_t kSpecial = 0x1c80000;  // denormals are zero (also those of 16 bits), rounding
+  uint64_t before_ = 0;
+#else
+  PlainArithmetic() {}
+#endif
+};
+
 }  // namespace
 
 KHPC_CLONES void reduce(DType dtype, Op op, const Source* sources, size_t n_sources, bool weighted, double scale,
                         void* const* outs, size_t n_outs, size_t count) {
+  const PlainArithmetic plain;
   dispatch(dtype, op, [&](auto element, auto which) __attribute__((always_inline)) {
     reduce_as<decltype(element), decltype(which)::value>(sources, n_sources, weighted, scale, outs, n_outs, count);
   });
 }
 
 KHPC_CLONES void to_16_bits(DType dtype, const float* from, void* to, size_t count) {
+  const PlainArithmetic plain;
   if (dtype == DType::float16)
     for (size_t i = 0; i < count; ++i) narrow(from[i], static_cast<Float16*>(to)[i]);
   else
@@ -196,6 +235,7 @@ KHPC_CLONES void to_16_bits(DType dtype, const float* from, void* to, size_t cou
 }
 
 KHPC_CLONES void from_16_bits(DType dtype, const void* from, float* to, size_t count) {
+  const PlainArithmetic plain;
   if (dtype == DType::float16)
     for (size_t i = 0; i < count; ++i) to[i] = widen(static_cast<const Float16*>(from)[i]);
   else

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What each rank sends, receives and adds in an allreduce, step by step: one algorithm per file, pure arithmetic.
-// exchange.cpp carries it out.
+// schedule_runner.cpp carries it out.
 //
 // The order of a sum: recursive doubling and Rabenseifner add in a tree, the same one; pairwise in the order of ranks;
 // ring in that order too, but begun at another rank for each chunk. With two ranks all are the same.

@@ -23,7 +23,7 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
 }  // namespace
 
 void Bell::ring() {
-  // Pairs with the waiter's increment of `sleepers` before it looks again: one of the two sees the other.
+  // Pairs with the fence of Sleeper.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (sleepers.load(std::memory_order_seq_cst) == 0) return;
   rings.fetch_add(1, std::memory_order_seq_cst);
@@ -55,8 +55,8 @@ Patience patience_for(int ranks, int cores, bool same_scheduler_group) {
 }
 
 Patience parse_patience(const std::string& name) {
-  if (name == "spin") return {3600.0, 0};
-  if (name == "yield") return {0.0, INT_MAX};
+  if (name == "spin") return {0.0, 0, Patience::Then::spin};
+  if (name == "yield") return {0.0, 0, Patience::Then::yield};
   if (name == "sleep") return {0.0, 0};
   throw Error("Unknown way to wait. Expected spin, yield or sleep. Received: " + name);
 }

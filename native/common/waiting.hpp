@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <string>
 
+#include "common/process.hpp"
+
 namespace keras_hpc {
 
 using Clock = std::chrono::steady_clock;
@@ -31,7 +33,10 @@ enum class Fate : uint32_t { present, left, failed };
 struct alignas(128) Bell {
   std::atomic<uint32_t> rings;
   std::atomic<uint32_t> sleepers;
+  // What became of this rank, and, if it failed, through which rank; see engine/failure.hpp.
   std::atomic<Fate> fate;
+  std::atomic<int32_t> culprit;
+  ProcessId process;  // written before the team's first barrier
 
   void ring();
   // Sleeps until the next ring after `seen` (a value of `rings`), at most `seconds`.
@@ -39,12 +44,33 @@ struct alignas(128) Bell {
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
+// A thread that is about to sleep on a bell. Who rings from now on wakes it.
+class Sleeper {
+ public:
+  explicit Sleeper(Bell& bell) : bell_(bell) {
+    bell_.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    // Pairs with the fence in ring(): either the ringer sees the sleeper, or the sleeper what the ringer has changed.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    seen_ = bell_.rings.load(std::memory_order_seq_cst);
+  }
+  ~Sleeper() { bell_.sleepers.fetch_sub(1, std::memory_order_seq_cst); }
+  Sleeper(const Sleeper&) = delete;
+  Sleeper& operator=(const Sleeper&) = delete;
+
+  void sleep(double seconds) { bell_.sleep(seen_, seconds); }
+
+ private:
+  Bell& bell_;
+  uint32_t seen_;
+};
+
 void relax();  // tells the processor that this is a spin loop
 
-// What a thread does before it sleeps.
+// What a thread does while it waits.
 struct Patience {
   double spin_seconds = 20e-6;  // an answer that is on its way arrives within it
   int yields = 0;
+  enum class Then { sleep, spin, yield } then = Then::sleep;
 };
 
 // The patience of ranks that share a node's cores; `same_scheduler_group` of all of them. MPICH's launcher gives each
@@ -58,12 +84,15 @@ Patience parse_patience(const std::string& name);
 void yield();
 
 // Waits until ready() is true or `seconds` have passed; returns ready()'s last value. ready() may do work that makes
-// itself true. While polling() is true something outside this node is awaited, which rings no bell: sleep briefly.
-template <class Ready, class Polling>
-bool wait_for(const Patience& patience, Bell& bell, double seconds, Ready&& ready, Polling&& polling) {
+// itself true. Before each sleep, and at least once a second, look() is asked: it may throw, and while it returns true
+// something outside this node is awaited, which rings no bell: the sleep is brief.
+template <class Ready, class Look>
+bool wait_for(const Patience& patience, Bell& bell, double seconds, Ready&& ready, Look&& look) {
+  constexpr double slice_seconds = 1.0;
   if (ready()) return true;
   const auto begin = Clock::now();
-  while (seconds_since(begin) < patience.spin_seconds) {
+  const double spin_seconds = std::min(patience.spin_seconds, seconds);
+  while (seconds_since(begin) < spin_seconds) {
     for (int i = 0; i < 16; ++i) {
       if (ready()) return true;
       relax();
@@ -74,17 +103,20 @@ bool wait_for(const Patience& patience, Bell& bell, double seconds, Ready&& read
     if (ready()) return true;
   }
   double nap = 2e-6;
-  while (seconds_since(begin) < seconds) {
-    bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    const uint32_t seen = bell.rings.load(std::memory_order_seq_cst);
-    const bool is_ready = ready();
-    if (!is_ready) {
-      const double left = std::max(seconds - seconds_since(begin), 1e-6);
-      bell.sleep(seen, polling() ? std::min(nap, left) : std::min(left, 1.0));
-      nap = std::min(2 * nap, 50e-6);
+  for (double waited = 0; waited < seconds; waited = seconds_since(begin)) {
+    if (patience.then != Patience::Then::sleep) {
+      look();
+      for (int i = 0; i < 1000; ++i) {
+        patience.then == Patience::Then::spin ? relax() : yield();
+        if (ready()) return true;
+      }
+      continue;
     }
-    bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
-    if (is_ready) return true;
+    Sleeper sleeper(bell);
+    if (ready()) return true;
+    const double left = std::max(seconds - waited, 1e-6);
+    sleeper.sleep(std::min(left, look() ? nap : slice_seconds));
+    nap = std::min(2 * nap, 50e-6);
   }
   return ready();
 }

@@ -27,14 +27,14 @@ void Team::agree(const std::string& what, const std::vector<std::string>& items)
 }
 
 void Team::meet(const std::string& text, const std::string& label) {
-  throw_if_failed();
+  failure_->throw_if_set();
   ++activity_.collectives;
   try {
     allreduce_->meet(std::hash<std::string>{}(text), label);
   } catch (const PlanMismatch& e) {  // on all ranks
     explain(text, e);
-  } catch (const std::exception& e) {
-    fail(std::current_exception(), e.what());
+  } catch (const std::exception&) {
+    fail(std::current_exception());
     throw;
   }
 }

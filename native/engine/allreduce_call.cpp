@@ -50,7 +50,7 @@ Range slice_of(size_t nbytes, int i, int n) {
 }  // namespace
 
 AllreduceCall::AllreduceCall(const TeamContext& team, Transport& transport, Channel& control)
-    : topology_(*team.topology), transport_(transport), control_(control) {
+    : team_(team), topology_(*team.topology), transport_(transport) {
   if (topology_.size == 1) return;
   meeting_ = std::make_unique<Meeting>(team, transport, control);
   const auto local = at(topology_.local_size());
@@ -73,9 +73,9 @@ std::byte* AllreduceCall::result_of(int owner, uint64_t call) const {
 
 // ---- areas
 
-std::shared_ptr<Area> AllreduceCall::make_area(size_t nbytes) {
+std::shared_ptr<Area> AllreduceCall::make_area(Channel& channel, size_t nbytes) {
   const size_t stride = Area::stride_for(nbytes);
-  auto segment = transport_.open_segment(control_, at(topology_.local_size()) * stride);
+  auto segment = transport_.open_segment(channel, at(topology_.local_size()) * stride, 0);
   const std::lock_guard lock(areas_mutex_);
   auto area = std::make_shared<Area>(next_area_++, std::move(segment), nbytes, stride);
   areas_.erase(std::remove_if(areas_.begin(), areas_.end(), [](const auto& a) { return a.expired(); }), areas_.end());
@@ -217,24 +217,11 @@ void AllreduceCall::push(const Buffer& b) {
       sources_.push_back({outs_.back(), 1.0});
     }
     std::swap(outs_[0], outs_[at(topology_.local_rank)]);  // this rank's own array first
-    if (topology_.node_count == 1) {
+    if (topology_.node_count == 1)
       reduce(b.dtype, b.op, sources_.data(), sources_.size(), false, b.scale, outs_.data(), outs_.size(), count);
-    } else {
-      // The network has one segment while memory has the next or the last.
-      const size_t size = size_of(b.dtype);
-      const auto before = [&](size_t begin, size_t n) {
-        std::vector<Source> sources = sources_;
-        for (Source& source : sources) source.data = static_cast<const std::byte*>(source.data) + begin * size;
-        void* out = static_cast<std::byte*>(outs_[0]) + begin * size;
-        reduce(b.dtype, b.op, sources.data(), sources.size(), false, b.scale, &out, 1, n);
-      };
-      const auto after = [&](size_t begin, size_t n) {
-        for (size_t i = 1; i < outs_.size(); ++i)
-          copy_shared(static_cast<std::byte*>(outs_[i]) + begin * size,
-                      static_cast<std::byte*>(outs_[0]) + begin * size, n * size);
-      };
-      across_nodes(b, outs_[0], count, before, after);
-    }
+    else
+      across_nodes(b, count);
+    team_.failure->throw_if_neighbour_failed();  // then its array was not as it had said
     meeting_->hand_out(meeting_->call());
   }
   meeting_->wait_until_handed_out(topology_.owners, meeting_->call());
@@ -288,29 +275,29 @@ void AllreduceCall::reduce_stage(const Buffer& b, const Chunk& chunk, uint64_t c
     sources_.push_back({(r == me ? chunk.data : stage_of(r, call)) + slice.begin, 1.0});
   // The result replaces what another rank has staged: each line of memory goes from core to core and back, and no
   // second one does.
-  std::byte* own = chunk.data + slice.begin;
-  std::byte* shared = topology_.local_size() > 1 ? result_of(me, call) + slice.begin : nullptr;
-  if (topology_.node_count == 1) {
-    void* const outs[] = {own, shared};
-    reduce(b.dtype, b.op, sources_.data(), sources_.size(), false, b.scale, outs, 2, count);
-    return;
-  }
-  const size_t size = size_of(b.dtype);
-  const auto before = [&](size_t begin, size_t n) {
-    std::vector<Source> sources = sources_;
-    for (Source& source : sources) source.data = static_cast<const std::byte*>(source.data) + begin * size;
-    void* out = own + begin * size;
-    reduce(b.dtype, b.op, sources.data(), sources.size(), false, b.scale, &out, 1, n);
-  };
-  const auto after = [&](size_t begin, size_t n) {
-    if (shared != nullptr) copy_shared(shared + begin * size, own + begin * size, n * size);
-  };
-  across_nodes(b, own, count, before, after);
+  outs_.assign({chunk.data + slice.begin});
+  if (topology_.local_size() > 1) outs_.push_back(result_of(me, call) + slice.begin);
+  if (topology_.node_count == 1)
+    reduce(b.dtype, b.op, sources_.data(), sources_.size(), false, b.scale, outs_.data(), outs_.size(), count);
+  else
+    across_nodes(b, count);
 }
 
-void AllreduceCall::across_nodes(const Buffer& b, void* data, size_t count, OnSegment before, OnSegment after) {
-  meeting_->across_nodes(algorithm_for(count * size_of(b.dtype), false), data, count, b.dtype, b.wire, b.op,
-                         std::move(before), std::move(after));
+// The network has one segment while memory has the next or the last. Its memory is the engine's: it may go on sending
+// from there and receiving when the caller has been told of an error.
+void AllreduceCall::across_nodes(const Buffer& b, size_t count) {
+  const size_t size = size_of(b.dtype);
+  const auto before = [&](size_t begin, size_t n, std::byte* data) {
+    std::vector<Source> sources = sources_;
+    for (Source& source : sources) source.data = static_cast<const std::byte*>(source.data) + begin * size;
+    void* out = data;
+    reduce(b.dtype, b.op, sources.data(), sources.size(), false, b.scale, &out, 1, n);
+    team_.failure->throw_if_neighbour_failed();  // before the sum goes anywhere
+  };
+  const auto after = [&](size_t begin, size_t n, const std::byte* data) {
+    for (void* out : outs_) copy_shared(static_cast<std::byte*>(out) + begin * size, data, n * size);
+  };
+  meeting_->across_nodes(algorithm_for(count * size, false), count, b.dtype, b.wire, b.op, before, after);
 }
 
 void AllreduceCall::stage_out(const Chunk& chunk, uint64_t call) {

@@ -59,8 +59,8 @@ class AllreduceCall {
   // How slices of so many bytes go from node to node. Collective if `measured`: then it is measured unless known.
   Algorithm algorithm_for(size_t nbytes, bool measured);
 
-  // Collective. The area lives as long as the pointer.
-  std::shared_ptr<Area> make_area(size_t nbytes);
+  // Collective on the channel. The area lives as long as the pointer.
+  std::shared_ptr<Area> make_area(Channel& channel, size_t nbytes);
 
   size_t segment_bytes() const;
 
@@ -104,17 +104,17 @@ class AllreduceCall {
   void staged(const Buffer& buffer);
   void library(const Buffer& buffer);
 
-  void across_nodes(const Buffer& buffer, void* data, size_t count, OnSegment before = nullptr,
-                    OnSegment after = nullptr);
+  // Of what reduce_node() makes of `sources_`, a segment at a time, into all `outs_`.
+  void across_nodes(const Buffer& buffer, size_t count);
   std::byte* stage_of(int local_rank, uint64_t call) const;
   std::byte* result_of(int owner, uint64_t call) const;  // where an owner leaves its slice
   void stage_in(const Chunk& chunk, uint64_t call);
   void reduce_stage(const Buffer& buffer, const Chunk& chunk, uint64_t call);
   void stage_out(const Chunk& chunk, uint64_t call);
 
+  const TeamContext& team_;
   const Topology& topology_;
   Transport& transport_;
-  Channel& control_;                  // for making areas
   std::unique_ptr<Meeting> meeting_;  // none for one rank
   std::unique_ptr<Segment> stages_;   // [2][local rank]
 

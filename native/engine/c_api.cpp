@@ -7,6 +7,7 @@
 #include <mutex>
 #include <numeric>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -32,23 +33,40 @@ auto guarded(F&& f, decltype(f()) on_error) -> decltype(f()) {
   }
 }
 
+// The caller may be C: what it gives is looked at before it is used.
+void expect(bool right, const char* expected) {
+  if (!right) throw Error(std::string("An argument is not as the engine wants it. Expected ") + expected + ".");
+}
+
+std::string text(const char* argument, const char* name) {
+  if (argument == nullptr) throw Error(std::string("Expected text. Received: a null pointer for ") + name + ".");
+  return argument;
+}
+
 registry::PlanEntry find(int plan, int tensor) {
-  const registry::PlanEntry entry = registry::plan(plan);
+  registry::PlanEntry entry = registry::plan(plan);
   if (tensor < 0 || tensor >= entry.plan->layout().tensor_count())
     throw Error("Plan '" + entry.plan->name() + "' has no tensor number " + std::to_string(tensor) + ".");
   return entry;
 }
 
-Pipeline& pipeline_of(int plan, int tensor) {
-  const registry::PlanEntry entry = find(plan, tensor);
+registry::PlanEntry find_pipeline(int plan, int tensor) {
+  registry::PlanEntry entry = find(plan, tensor);
   if (entry.pipeline == nullptr) throw Error("Plan '" + entry.plan->name() + "' is not pipelined.");
-  return *entry.pipeline;
+  return entry;
 }
 
-// Teams and arrays that C made, and so owns.
-std::mutex owned_mutex;
-std::map<int, std::unique_ptr<Team>> owned_teams;
-std::map<void*, std::shared_ptr<Area>> owned_areas;
+bool has_bytes(const registry::PlanEntry& entry, int tensor) {
+  return entry.plan->layout().range(tensor).size() > 0;
+}
+
+// Teams and arrays that C made, and so owns. Never destroyed: the process may end before it gives them back.
+struct Owned {
+  std::mutex mutex;
+  std::set<int> teams;
+  std::map<void*, std::shared_ptr<Area>> areas;
+};
+Owned& owned = *new Owned;
 
 }  // namespace
 }  // namespace keras_hpc
@@ -59,6 +77,8 @@ int khpc_start(int plan, int tensor, void* data, double weight) {
   return guarded(
       [&]() -> int {
         const auto entry = find(plan, tensor);
+        expect(data != nullptr || !has_bytes(entry, tensor), "the address of a tensor, not a null pointer");
+        expect(weight >= 0, "a weight >= 0");
         if (entry.pipeline != nullptr)
           entry.pipeline->start(tensor, data, weight);
         else
@@ -85,6 +105,7 @@ int khpc_wait_all_async(int plan, void (*done)(void* arg, const char* error), vo
   return guarded(
       [&]() -> int {
         const auto entry = find(plan, 0);
+        expect(done != nullptr, "a function to call, not a null pointer");
         const bool accepted = entry.pipeline != nullptr ? entry.pipeline->wait_all_async(done, arg)
                                                         : entry.team->wait_all_async(*entry.plan, done, arg);
         return accepted ? KHPC_OK : KHPC_BLOCKING;
@@ -95,8 +116,8 @@ int khpc_wait_all_async(int plan, void (*done)(void* arg, const char* error), vo
 int khpc_updates(int plan) {
   return guarded(
       [&] {
-        const Pipeline* pipeline = find(plan, 0).pipeline;
-        return pipeline != nullptr ? pipeline->updates() : 1;
+        const auto entry = find(plan, 0);
+        return entry.pipeline != nullptr ? entry.pipeline->updates() : 1;
       },
       -1);
 }
@@ -104,7 +125,9 @@ int khpc_updates(int plan) {
 int khpc_second(int plan, int tensor, void* data) {
   return guarded(
       [&]() -> int {
-        pipeline_of(plan, tensor).second(tensor, data);
+        const auto entry = find_pipeline(plan, tensor);
+        expect(data != nullptr || !has_bytes(entry, tensor), "the address of a tensor, not a null pointer");
+        entry.pipeline->second(tensor, data);
         return KHPC_OK;
       },
       KHPC_ERROR);
@@ -113,8 +136,10 @@ int khpc_second(int plan, int tensor, void* data) {
 int khpc_second_async(int plan, void* const* data, void (*done)(void* arg, const char* error), void* arg) {
   return guarded(
       [&]() -> int {
-        const int count = find(plan, 0).plan->layout().tensor_count();
-        return pipeline_of(plan, 0).second_async({data, data + count}, done, arg) ? KHPC_OK : KHPC_BLOCKING;
+        const auto entry = find_pipeline(plan, 0);
+        expect(data != nullptr && done != nullptr, "addresses of tensors and a function to call, not null pointers");
+        const int count = entry.plan->layout().tensor_count();
+        return entry.pipeline->second_async({data, data + count}, done, arg) ? KHPC_OK : KHPC_BLOCKING;
       },
       KHPC_ERROR);
 }
@@ -132,7 +157,8 @@ int64_t khpc_plan_nbytes(int plan, int tensor) {
 int khpc_allgather_counts(int team, int64_t mine, int64_t* counts) {
   return guarded(
       [&]() -> int {
-        const std::vector<int64_t> all = registry::team(team).allgather_count(mine);
+        expect(counts != nullptr, "memory for the counts, not a null pointer");
+        const std::vector<int64_t> all = registry::team(team)->allgather_count(mine);
         std::copy(all.begin(), all.end(), counts);
         return KHPC_OK;
       },
@@ -142,11 +168,17 @@ int khpc_allgather_counts(int team, int64_t mine, int64_t* counts) {
 int khpc_allgatherv(int team, const void* in, int64_t nbytes, void* out, const int64_t* nbytes_by_rank) {
   return guarded(
       [&]() -> int {
-        Team& t = registry::team(team);
-        const std::vector<size_t> counts(nbytes_by_rank, nbytes_by_rank + t.topology().size);
-        if (static_cast<int64_t>(counts[static_cast<size_t>(t.topology().rank)]) != nbytes)
-          throw Error("khpc_allgatherv: nbytes is not this rank's entry of nbytes_by_rank.");
-        t.allgather(in, out, counts);
+        const auto t = registry::team(team);
+        expect(nbytes_by_rank != nullptr, "the numbers of bytes, not a null pointer");
+        const std::vector<int64_t> given(nbytes_by_rank, nbytes_by_rank + t->topology().size);
+        int64_t total = 0;
+        for (const int64_t count : given) {
+          expect(count >= 0, "numbers of bytes >= 0");
+          total += count;
+        }
+        expect(given[static_cast<size_t>(t->topology().rank)] == nbytes, "nbytes to be this rank's of nbytes_by_rank");
+        expect((in != nullptr || nbytes == 0) && (out != nullptr || total == 0), "memory, not null pointers");
+        t->allgather(in, out, {given.begin(), given.end()});
         return KHPC_OK;
       },
       KHPC_ERROR);
@@ -156,22 +188,29 @@ int khpc_allreduce_tensor(int team, void* data, const int64_t* shape, int rank, 
                           const char* what) {
   return guarded(
       [&]() -> int {
+        expect(rank >= 0 && (shape != nullptr || rank == 0), "a shape");
         const std::vector<int64_t> lengths(shape, shape + rank);
+        for (const int64_t length : lengths) expect(length >= 0, "lengths >= 0");
         const int64_t count = std::accumulate(lengths.begin(), lengths.end(), int64_t{1}, std::multiplies<>());
-        registry::team(team).allreduce(data, count, parse_dtype(dtype), parse_op(op), std::nullopt, std::nullopt, what,
-                                       lengths);
+        expect(data != nullptr || count == 0, "the address of an array, not a null pointer");
+        registry::team(team)->allreduce(data, count, parse_dtype(text(dtype, "dtype")), parse_op(text(op, "op")),
+                                        std::nullopt, std::nullopt, text(what, "what"), lengths);
         return KHPC_OK;
       },
       KHPC_ERROR);
 }
 
 int khpc_team_size(int team) {
-  return guarded([&] { return registry::team(team).topology().size; }, -1);
+  return guarded([&] { return registry::team(team)->topology().size; }, -1);
 }
 
 int khpc_team_create(const khpc_mpi* mpi, int threads, double timeout_seconds) {
   return guarded(
       [&]() -> int {
+        expect(mpi != nullptr && mpi->size > 0 && mpi->node_of_rank != nullptr, "what khpc_mpi_of has filled in");
+        expect(mpi->thread_level >= mpi->thread_multiple, "MPI to be initialized with MPI_THREAD_MULTIPLE");
+        expect(threads >= 0 && threads <= 64, "0 to 64 threads");
+        expect(timeout_seconds > 0, "a time limit > 0 seconds");
         const mpi::Constants constants{mpi->byte,
                                        mpi->errors_return,
                                        mpi->status_ignore,
@@ -181,14 +220,16 @@ int khpc_team_create(const khpc_mpi* mpi, int threads, double timeout_seconds) {
                                         {DType::int32, mpi->int32},
                                         {DType::int64, mpi->int64}},
                                        {{Op::sum, mpi->sum}}};
-        const std::vector<int> nodes(mpi->node_of_rank, mpi->node_of_rank + mpi->size);
         // The functions of MPI are those that the program itself is linked to.
-        auto transport = make_mpi_transport(mpi::connect("", mpi->handle_size, mpi->comm, constants), nodes);
-        const std::lock_guard lock(owned_mutex);
-        auto team = std::make_unique<Team>(std::move(transport), static_cast<int>(owned_teams.size()),
-                                           TeamOptions{threads, timeout_seconds, timeout_seconds, std::nullopt});
-        const int id = registry::add(team.get());
-        owned_teams[id] = std::move(team);
+        auto communicator = mpi::connect("", mpi->handle_size, mpi->comm, constants);
+        const std::vector<int> nodes =
+            nodes_that_share_memory(*communicator, {mpi->node_of_rank, mpi->node_of_rank + mpi->size});
+        auto transport = make_mpi_transport(std::move(communicator), nodes);
+        const std::lock_guard lock(owned.mutex);
+        const auto team = std::make_shared<Team>(std::move(transport), static_cast<int>(owned.teams.size()),
+                                                 TeamOptions{threads, timeout_seconds, timeout_seconds, std::nullopt});
+        const int id = registry::add(team);
+        owned.teams.insert(id);
         return id;
       },
       -1);
@@ -197,10 +238,13 @@ int khpc_team_create(const khpc_mpi* mpi, int threads, double timeout_seconds) {
 int khpc_team_free(int team) {
   return guarded(
       [&]() -> int {
-        const std::lock_guard lock(owned_mutex);
-        if (owned_teams.count(team) == 0) throw Error("khpc_team_free: not a team of khpc_team_create.");
-        registry::remove(owned_teams[team].get());
-        owned_teams.erase(team);
+        {
+          const std::lock_guard lock(owned.mutex);
+          if (owned.teams.count(team) == 0) throw Error("khpc_team_free: not a team of khpc_team_create.");
+        }
+        registry::close(registry::team(team));
+        const std::lock_guard lock(owned.mutex);
+        owned.teams.erase(team);
         return KHPC_OK;
       },
       KHPC_ERROR);
@@ -209,7 +253,8 @@ int khpc_team_free(int team) {
 int khpc_allreduce(int team, void* data, int64_t count, const char* dtype, const char* op) {
   return guarded(
       [&]() -> int {
-        registry::team(team).allreduce(data, count, parse_dtype(dtype), parse_op(op));
+        expect(count >= 0 && (data != nullptr || count == 0), "an array of >= 0 elements");
+        registry::team(team)->allreduce(data, count, parse_dtype(text(dtype, "dtype")), parse_op(text(op, "op")));
         return KHPC_OK;
       },
       KHPC_ERROR);
@@ -218,11 +263,12 @@ int khpc_allreduce(int team, void* data, int64_t count, const char* dtype, const
 void* khpc_empty(int team, int64_t nbytes) {
   return guarded(
       [&]() -> void* {
-        Team& t = registry::team(team);
-        auto area = t.allreduce_call().make_area(static_cast<size_t>(nbytes));
-        void* data = area->of(t.topology().local_rank);
-        const std::lock_guard lock(owned_mutex);
-        owned_areas[data] = std::move(area);
+        const auto t = registry::team(team);
+        expect(nbytes >= 0, "a number of bytes >= 0");
+        auto area = t->make_area(static_cast<size_t>(nbytes));
+        void* data = area->of(t->topology().local_rank);
+        const std::lock_guard lock(owned.mutex);
+        owned.areas[data] = std::move(area);
         return data;
       },
       nullptr);
@@ -231,8 +277,8 @@ void* khpc_empty(int team, int64_t nbytes) {
 int khpc_empty_free(void* data) {
   return guarded(
       [&]() -> int {
-        const std::lock_guard lock(owned_mutex);
-        if (owned_areas.erase(data) == 0) throw Error("khpc_empty_free: not memory of khpc_empty.");
+        const std::lock_guard lock(owned.mutex);
+        if (owned.areas.erase(data) == 0) throw Error("khpc_empty_free: not memory of khpc_empty.");
         return KHPC_OK;
       },
       KHPC_ERROR);
@@ -242,10 +288,14 @@ int khpc_plan_create(int team, const char* name, int count, const char* const* t
                      const int64_t* elements, const char* op, int weighted) {
   return guarded(
       [&]() -> int {
+        expect(count > 0 && tensors != nullptr && dtypes != nullptr && elements != nullptr, "one tensor or more");
         std::vector<TensorSpec> specs;
-        for (int i = 0; i < count; ++i) specs.push_back({tensors[i], parse_dtype(dtypes[i]), elements[i]});
-        Team& t = registry::team(team);
-        return registry::add(&t, &t.make_plan(name, specs, parse_op(op), weighted != 0));
+        for (int i = 0; i < count; ++i) {
+          expect(elements[i] >= 0 && elements[i] < int64_t{1} << 48, "numbers of elements >= 0");
+          specs.push_back({text(tensors[i], "a tensor's name"), parse_dtype(text(dtypes[i], "a dtype")), elements[i]});
+        }
+        const auto t = registry::team(team);
+        return registry::add(t, t->make_plan(text(name, "name"), specs, parse_op(text(op, "op")), weighted != 0));
       },
       -1);
 }

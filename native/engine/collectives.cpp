@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ranks of a team tell each other beside gradients.
+// What ranks of a team tell each other beside gradients, through MPI. It works on memory of the engine, some MiB at a
+// time: MPI goes on when this rank gives up, and the caller's memory is then the caller's again.
 #include <algorithm>
 #include <cstring>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,33 +10,99 @@
 #include "common/error.hpp"
 #include "common/index.hpp"
 #include "engine/team.hpp"
+#include "transport/pending.hpp"
 
 namespace keras_hpc {
+namespace {
 
-void Team::finish(RequestPtr request, const char* what) {
-  const uint64_t number = ++activity_.collectives;
-  const auto begin = Clock::now();
-  std::optional<Activity::Note> note;
-  const auto look = [&] {
-    if (!note && seconds_since(begin) > options_.stall_seconds)
-      note.emplace(activity_, Stall{"collective", number, what, -1, nullptr, begin});
-    return context_.first_with(Fate::left) >= 0;
-  };
-  keras_hpc::finish(std::move(request), options_.timeout_seconds, what, look);
-  if (note) note->resolve();
+// On its way at once, of all ranks together.
+constexpr size_t kRoundBytes = size_t{32} << 20;
+
+size_t sum(const std::vector<size_t>& values) {
+  size_t total = 0;
+  for (const size_t value : values) total += value;
+  return total;
+}
+
+// What of each of `totals` bytes lies in the round that begins at `begin`.
+std::vector<size_t> in_round(const std::vector<size_t>& totals, size_t begin, size_t length) {
+  std::vector<size_t> counts;
+  for (const size_t total : totals) counts.push_back(std::min(total - std::min(total, begin), length));
+  return counts;
+}
+
+}  // namespace
+
+class Team::CollectiveWait final : public Awaited {
+ public:
+  CollectiveWait(const Team& team, const char* what) : team_(team), what_(what) {}
+  std::string name() const override {
+    return std::string("Waited for the other ranks in ") + what_ + " (team " + std::to_string(team_.number()) +
+           ", rank " + std::to_string(team_.topology().rank) + ")";
+  }
+  std::vector<int> missing() const override { return {}; }
+  bool is_outside() const override { return true; }
+  Stall stall() const override { return {"collective", team_.activity_.collectives, what_, -1, nullptr}; }
+
+ private:
+  const Team& team_;
+  const char* what_;
+};
+
+void Team::wait_for_collective(Pending& pending, const char* what) {
+  if (wait_watched(context_, [&] { return pending.test(); }, CollectiveWait(*this, what))) return;
+  throw Timeout("Waited " + std::to_string(static_cast<int>(options_.timeout_seconds)) + " s for the other ranks in " +
+                what + ": not every rank arrived.");
+}
+
+// One after the other. Each is known to the watchdog by its number.
+template <class F>
+void Team::in_turn(F&& collective) {
+  const std::lock_guard lock(control_mutex_);
+  failure_->throw_if_set();
+  ++activity_.collectives;
+  guarded(collective);
 }
 
 void Team::broadcast(void* data, size_t nbytes, int root) {
   if (root < 0 || root >= topology().size)
     throw Error("Expected a root from 0 to " + std::to_string(topology().size - 1) +
                 ". Received: " + std::to_string(root));
-  const std::lock_guard lock(control_mutex_);
-  finish(control_->broadcast(data, nbytes, root), "broadcast");
+  in_turn([&] {
+    auto* bytes = static_cast<std::byte*>(data);
+    const auto message = message_memory(std::min(nbytes, kRoundBytes));
+    for (size_t begin = 0; begin < nbytes; begin += kRoundBytes) {
+      const size_t n = std::min(kRoundBytes, nbytes - begin);
+      Pending pending(message);
+      if (topology().rank == root) std::memcpy(message.get(), bytes + begin, n);
+      pending.add(control_->broadcast(message.get(), n, root));
+      wait_for_collective(pending, "broadcast");
+      if (topology().rank != root) std::memcpy(bytes + begin, message.get(), n);
+    }
+  });
 }
 
 void Team::allgather(const void* in, void* out, const std::vector<size_t>& nbytes_by_rank) {
-  const std::lock_guard lock(control_mutex_);
-  finish(control_->allgather(in, out, nbytes_by_rank), "allgather");
+  in_turn([&] {
+    const size_t me = at(topology().rank);
+    const size_t length = std::max<size_t>(kRoundBytes / nbytes_by_rank.size(), 1);
+    const size_t longest = *std::max_element(nbytes_by_rank.begin(), nbytes_by_rank.end());
+    for (size_t begin = 0; begin < longest || begin == 0; begin += length) {
+      const std::vector<size_t> counts = in_round(nbytes_by_rank, begin, length);
+      const auto message = message_memory(counts[me] + sum(counts));  // this rank's, and all
+      std::byte* all = message.get() + counts[me];
+      if (counts[me] > 0) std::memcpy(message.get(), static_cast<const std::byte*>(in) + begin, counts[me]);
+      Pending pending(message);
+      pending.add(control_->allgather(message.get(), all, counts));
+      wait_for_collective(pending, "allgather");
+      auto* place = static_cast<std::byte*>(out);
+      for (size_t r = 0; r < counts.size(); ++r) {
+        if (counts[r] > 0) std::memcpy(place + begin, all, counts[r]);
+        all += counts[r];
+        place += nbytes_by_rank[r];
+      }
+    }
+  });
 }
 
 std::vector<int64_t> Team::allgather_count(int64_t mine) {
@@ -47,32 +113,51 @@ std::vector<int64_t> Team::allgather_count(int64_t mine) {
 
 void Team::alltoall(const void* in, const std::vector<size_t>& to, void* out, const std::vector<size_t>& from) {
   constexpr int tag = 1;
-  constexpr size_t part = size_t{1} << 28;  // MPI's counts are 32-bit integers
-  const std::lock_guard lock(control_mutex_);
-  const auto* source = static_cast<const std::byte*>(in);
-  auto* target = static_cast<std::byte*>(out);
-  std::vector<RequestPtr> requests;
-  for (size_t r = 0; r < to.size(); ++r) {
-    const auto peer = static_cast<int>(r);
-    if (peer == topology().rank) {
-      if (to[r] > 0) std::memcpy(target, source, to[r]);
-    } else {
-      for (size_t begin = 0; begin < from[r]; begin += part)
-        requests.push_back(control_->receive(target + begin, std::min(part, from[r] - begin), peer, tag));
-      for (size_t begin = 0; begin < to[r]; begin += part)
-        requests.push_back(control_->send(source + begin, std::min(part, to[r] - begin), peer, tag));
+  in_turn([&] {
+    const size_t me = at(topology().rank);
+    const size_t length = std::max<size_t>(kRoundBytes / to.size(), 1);
+    size_t longest = 0;
+    for (size_t r = 0; r < to.size(); ++r) longest = std::max({longest, to[r], from[r]});
+    for (size_t begin = 0; begin < longest; begin += length) {
+      const std::vector<size_t> out_counts = in_round(to, begin, length), in_counts = in_round(from, begin, length);
+      const auto message = message_memory(sum(out_counts) + sum(in_counts));
+      Pending pending(message);
+      std::byte* sent = message.get();
+      std::byte* received = sent + sum(out_counts);
+      const auto* source = static_cast<const std::byte*>(in);
+      for (size_t r = 0; r < to.size(); ++r) {
+        if (out_counts[r] > 0) std::memcpy(sent, source + begin, out_counts[r]);
+        const auto peer = static_cast<int>(r);
+        if (r == me) {
+          if (in_counts[r] > 0) std::memcpy(received, sent, in_counts[r]);
+        } else {
+          if (in_counts[r] > 0) pending.add(control_->receive(received, in_counts[r], peer, tag), peer);
+          if (out_counts[r] > 0) pending.add(control_->send(sent, out_counts[r], peer, tag), peer);
+        }
+        sent += out_counts[r];
+        received += in_counts[r];
+        source += to[r];
+      }
+      wait_for_collective(pending, "alltoall");
+      received = message.get() + sum(out_counts);
+      auto* target = static_cast<std::byte*>(out);
+      for (size_t r = 0; r < from.size(); ++r) {
+        if (in_counts[r] > 0) std::memcpy(target + begin, received, in_counts[r]);
+        received += in_counts[r];
+        target += from[r];
+      }
     }
-    source += to[r];
-    target += from[r];
-  }
-  for (RequestPtr& request : requests) finish(std::move(request), "alltoall");
+  });
 }
 
 void Team::barrier() {
   // Once it is there, ranks meet in shared memory, and see there what another one does instead.
   if (allreduce_) return topology().size == 1 ? void() : meet("\nbarrier", "barrier");
-  const std::lock_guard lock(control_mutex_);
-  finish(control_->barrier(), "barrier");
+  in_turn([&] {
+    Pending pending;
+    pending.add(control_->barrier());
+    wait_for_collective(pending, "barrier");
+  });
 }
 
 }  // namespace keras_hpc

@@ -6,6 +6,7 @@
 
 #include "common/waiting.hpp"
 #include "engine/activity.hpp"
+#include "engine/failure.hpp"
 #include "transport/topology.hpp"
 
 namespace keras_hpc {
@@ -18,6 +19,7 @@ struct TeamContext {
   double timeout_seconds = 300;
   double stall_seconds = 30;
   Activity* activity = nullptr;
+  Failure* failure = nullptr;
 
   void ring_node() const {
     for (int r = 0; r < topology->local_size(); ++r)
@@ -25,25 +27,24 @@ struct TeamContext {
     my_bell().ring();  // a thread of this rank may wait, too
   }
   Bell& my_bell() const { return bells[topology->local_rank]; }
-  // The first rank of the job, of those on this node, that met this fate, or -1.
-  int first_with(Fate fate) const {
-    for (int r = 0; r < topology->local_size(); ++r)
-      if (bells[r].fate == fate) return topology->local_ranks()[static_cast<size_t>(r)];
-    return -1;
-  }
 };
 
-// Waits like wait_for, at most timeout_seconds. After stall_seconds it is a stall, which `describe` puts into words.
-template <class Ready, class Polling, class Describe>
-bool wait_watched(const TeamContext& team, Ready&& ready, Polling&& polling, Describe&& describe) {
+// Waits like wait_for, at most timeout_seconds, and while there is use in it. After stall_seconds it is a stall.
+template <class Ready>
+bool wait_watched(const TeamContext& team, Ready&& ready, const Awaited& awaited) {
   const auto begin = Clock::now();
   const double first = std::min(team.stall_seconds, team.timeout_seconds);
-  if (wait_for(team.patience, team.my_bell(), first, ready, polling)) return true;
+  Lookout lookout(*team.failure);
+  const auto look = [&] {
+    lookout.look(awaited);
+    return awaited.is_outside();
+  };
+  if (wait_for(team.patience, team.my_bell(), first, ready, look)) return true;
   if (first >= team.timeout_seconds) return false;
-  Stall stall = describe();
+  Stall stall = awaited.stall();
   stall.since = begin;
   Activity::Note note(*team.activity, std::move(stall));
-  if (!wait_for(team.patience, team.my_bell(), team.timeout_seconds - first, ready, polling)) return false;
+  if (!wait_for(team.patience, team.my_bell(), team.timeout_seconds - first, ready, look)) return false;
   note.resolve();
   return true;
 }

@@ -7,6 +7,7 @@
 
 #include "common/error.hpp"
 #include "common/index.hpp"
+#include "transport/pending.hpp"
 
 namespace keras_hpc {
 namespace {
@@ -64,6 +65,25 @@ std::byte* Meeting::posted(int local_rank, size_t nbytes) const {
 
 // ---- waiting
 
+// For ranks that `missing` names, on this node or, with `outside`, on another one.
+class Meeting::Waiting final : public Awaited {
+ public:
+  Waiting(const Meeting& meeting, const std::function<std::vector<int>()>& missing, bool outside)
+      : meeting_(meeting), missing_(missing), outside_(outside) {}
+  std::string name() const override {
+    return "Waited in " + meeting_.name() + " (team " + std::to_string(meeting_.team_.number) + ", rank " +
+           std::to_string(meeting_.topology_.rank) + ")";
+  }
+  std::vector<int> missing() const override { return missing_(); }
+  bool is_outside() const override { return outside_; }
+  Stall stall() const override { return meeting_.stall(missing_); }
+
+ private:
+  const Meeting& meeting_;
+  const std::function<std::vector<int>()>& missing_;
+  bool outside_;
+};
+
 template <class Value>
 void Meeting::wait_for_ranks(int ranks, uint64_t target, Value&& value) {
   int late = 0;
@@ -71,26 +91,18 @@ void Meeting::wait_for_ranks(int ranks, uint64_t target, Value&& value) {
     while (late < ranks && value(late) >= target) ++late;
     return late == ranks;
   };
-  // Asked before each sleep.
-  const auto abandoned = [&] {
-    // A rank that has left may have posted just before.
-    if (team_.bells[late].fate != Fate::left || value(late) >= target) return false;
-    throw Error("Waited in " + name() + " for rank " + std::to_string(topology_.local_ranks()[at(late)]) +
-                ", which has already left the job (it called finalize or reached the end of its script). Do all " +
-                "ranks make the same calls?");
-  };
   for (int i = 0; i < kGlances; ++i)
     if (ready()) return;
   wake_others();
-  const auto missing = [&] {
+  const std::function<std::vector<int>()> missing = [&] {
     std::vector<int> found;
     for (int r = 0; r < ranks; ++r)
       if (value(r) < target) found.push_back(topology_.local_ranks()[at(r)]);
     return found;
   };
-  if (wait_watched(team_, ready, abandoned, [&] { return stall(missing); })) return;
+  if (wait_watched(team_, ready, Waiting(*this, missing, false))) return;
   const int rank = topology_.local_ranks()[at(late)];
-  throw Timeout(late_text() + "rank " + std::to_string(rank) + ". Do all ranks make the same calls?");
+  throw Timeout(late_text() + "rank " + std::to_string(rank) + ". Do all ranks make the same calls?", rank);
 }
 
 std::string Meeting::late_text() const {
@@ -107,14 +119,15 @@ std::string Meeting::name() const {
   return label_ == nullptr ? "allreduce" : *label_;
 }
 
-// Messages from other nodes ring no bell: sleep briefly.
 template <class Ready, class Peer>
 void Meeting::poll(Ready&& ready, Peer&& peer) {
   wake_others();
-  const auto describe = [&] { return stall([rank = peer()] { return std::vector<int>{rank}; }); };
-  if (!wait_watched(team_, ready, [] { return true; }, describe))
-    throw Timeout(late_text() + "a message from rank " + std::to_string(peer()) +
-                  ". Do all ranks make the same calls?");
+  const std::function<std::vector<int>()> missing = [rank = peer()] {
+    return rank < 0 ? std::vector<int>() : std::vector<int>{rank};
+  };
+  if (wait_watched(team_, ready, Waiting(*this, missing, true))) return;
+  const std::string sender = peer() < 0 ? "the other ranks" : "rank " + std::to_string(peer());
+  throw Timeout(late_text() + "a message from " + sender + ". Do all ranks make the same calls?", peer());
 }
 
 // Looking whether somebody sleeps needs a fence, which waits until this rank's own stores have reached the others. So
@@ -164,7 +177,7 @@ void Meeting::meet() {
     const Post& other = post_of(r);
     if (other.signature == mine.signature && other.place == mine.place) continue;
     consumed(call_);
-    if (topology_.node_count > 1 && topology_.local_rank == 0) exchange(kDisagreement, nullptr, 0);
+    if (topology_.node_count > 1 && topology_.local_rank == 0) compare_signatures(kDisagreement, nullptr, 0);
     if (other.signature != mine.signature) throw PlanMismatch("Ranks disagree on what to communicate.");
     throw PlanMismatch("Ranks disagree on what to communicate: rank " + std::to_string(topology_.rank) + " and rank " +
                        std::to_string(topology_.local_ranks()[at(r)]) +
@@ -174,12 +187,17 @@ void Meeting::meet() {
 
 // ---- between nodes
 
-void Meeting::across_nodes(Algorithm algorithm, void* data, size_t count, DType dtype, DType wire, Op op,
-                           OnSegment before, OnSegment after) {
+void Meeting::across_nodes(Algorithm algorithm, size_t count, DType dtype, DType wire, Op op, OnSegment before,
+                           OnSegment after) {
   if (count == 0) return;
+  const size_t nbytes = std::min(segmented_bytes(algorithm, at(topology_.node_count)), count * size_of(dtype));
+  if (segments_bytes_ < nbytes) {
+    segments_ = message_memory(nbytes);
+    segments_bytes_ = nbytes;
+  }
   const auto allreduce = make_segmented(algorithm,
                                         {*channel_, topology_.peers_of_slice(topology_.local_rank), topology_.node,
-                                         data, count, dtype, wire, op, kDataTag},
+                                         segments_.get(), count, dtype, wire, op, kDataTag, segments_},
                                         std::move(before), std::move(after));
   poll([&] { return allreduce->advance(); }, [&] { return allreduce->waiting_for(); });
 }
@@ -190,28 +208,30 @@ void Meeting::call_library(void* data, size_t count, DType dtype, Op op) {
   note.resolve();
 }
 
-int64_t Meeting::exchange(int64_t signature, const void* data, size_t nbytes) {
+int64_t Meeting::compare_signatures(int64_t signature, const void* data, size_t nbytes) {
   if (topology_.node_count > kFewNodes) {
-    int64_t extremes[] = {signature, -signature};
+    const auto memory = message_memory(2 * sizeof(int64_t));
+    auto* extremes = reinterpret_cast<int64_t*>(memory.get());
+    extremes[0] = signature;
+    extremes[1] = -signature;
     const auto allreduce =
         make_allreduce(Algorithm::recursive_doubling, {*channel_, topology_.peers_of_slice(0), topology_.node, extremes,
-                                                       2, DType::int64, DType::int64, Op::max, kWordTag});
+                                                       2, DType::int64, DType::int64, Op::max, kWordTag, memory});
     poll([&] { return allreduce->advance(); }, [&] { return allreduce->waiting_for(); });
     return extremes[0] != signature ? extremes[0] : -extremes[1];
   }
   const auto me = at(topology_.node);
   const std::vector<int> peers = topology_.peers_of_slice(0);
-  messages_.resize(peers.size() * kMessageBytes);
+  if (!messages_) messages_ = message_memory(peers.size() * kMessageBytes);
   std::memcpy(message(me), &signature, sizeof signature);
   if (nbytes > 0) std::memcpy(message(me) + sizeof signature, data, nbytes);
-  std::vector<std::pair<int, RequestPtr>> requests;
+  Pending pending(messages_);
   for (size_t i = 0; i < peers.size(); ++i) {
     if (i == me) continue;
-    requests.emplace_back(peers[i], channel_->receive(message(i), kMessageBytes, peers[i], kWordTag));
-    requests.emplace_back(peers[i], channel_->send(message(me), sizeof signature + nbytes, peers[i], kWordTag));
+    pending.add(channel_->receive(message(i), kMessageBytes, peers[i], kWordTag), peers[i]);
+    pending.add(channel_->send(message(me), sizeof signature + nbytes, peers[i], kWordTag), peers[i]);
   }
-  for (const auto& [peer, request] : requests)
-    poll([r = request.get()] { return r->test(); }, [p = peer] { return p; });
+  poll([&] { return pending.test(); }, [&] { return pending.peer(); });
   for (size_t i = 0; i < peers.size(); ++i) {
     int64_t theirs = 0;
     std::memcpy(&theirs, message(i), sizeof theirs);
@@ -220,12 +240,12 @@ int64_t Meeting::exchange(int64_t signature, const void* data, size_t nbytes) {
   return signature;
 }
 
-std::byte* Meeting::message(size_t node) {
-  return messages_.data() + node * kMessageBytes;
+std::byte* Meeting::message(size_t node) const {
+  return messages_.get() + node * kMessageBytes;
 }
 
 const std::byte* Meeting::posted_by_node(int node) const {
-  return messages_.data() + at(node) * kMessageBytes + sizeof(int64_t);
+  return message(at(node)) + sizeof(int64_t);
 }
 
 void Meeting::compare_nodes(const void* data, size_t nbytes) {
@@ -233,7 +253,7 @@ void Meeting::compare_nodes(const void* data, size_t nbytes) {
   const int64_t mine = post_of(topology_.local_rank).signature;
   Counters& first = counters_[0];
   if (topology_.local_rank == 0) {
-    if (exchange(mine, data, nbytes) != mine) first.refused_call.store(call_, std::memory_order_relaxed);
+    if (compare_signatures(mine, data, nbytes) != mine) first.refused_call.store(call_, std::memory_order_relaxed);
     first.compared.store(call_, std::memory_order_release);
     unannounced_ = true;
   } else {
@@ -245,11 +265,15 @@ void Meeting::compare_nodes(const void* data, size_t nbytes) {
 }
 
 std::vector<double> Meeting::gather(const std::vector<double>& mine) {
-  std::vector<double> all(mine.size() * at(topology_.size));
-  const std::vector<size_t> nbytes_by_rank(at(topology_.size), mine.size() * sizeof(double));
-  const RequestPtr request = channel_->allgather(mine.data(), all.data(), nbytes_by_rank);
-  poll([&] { return request->test(); }, [&] { return topology_.rank == 0 ? 1 : 0; });
-  return all;
+  struct Message {
+    std::vector<double> mine, all;
+  };
+  const auto message = std::make_shared<Message>(Message{mine, std::vector<double>(mine.size() * at(topology_.size))});
+  Pending pending(message);
+  pending.add(channel_->allgather(message->mine.data(), message->all.data(),
+                                  std::vector<size_t>(at(topology_.size), mine.size() * sizeof(double))));
+  poll([&] { return pending.test(); }, [&] { return -1; });
+  return message->all;
 }
 
 }  // namespace keras_hpc

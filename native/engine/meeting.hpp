@@ -4,6 +4,7 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -43,8 +44,8 @@ class Meeting {
   void wake_others();
 
   // Between the owners of the same slice on all nodes, to be called by each of them.
-  void across_nodes(Algorithm algorithm, void* data, size_t count, DType dtype, DType wire, Op op,
-                    OnSegment before = nullptr, OnSegment after = nullptr);
+  void across_nodes(Algorithm algorithm, size_t count, DType dtype, DType wire, Op op, OnSegment before,
+                    OnSegment after);
   // The MPI library's own allreduce. It knows no time limit.
   void call_library(void* data, size_t count, DType dtype, Op op);
   // Collective. The values of all ranks.
@@ -61,10 +62,12 @@ class Meeting {
   struct Counters;  // of one rank, in the segment
 
   Post& post_of(int local_rank) const;  // of the current call
+  class Waiting;
+
   // The first ranks of all nodes tell each other what they want, and their data. Returns what another one wants, if it
   // is something else.
-  int64_t exchange(int64_t signature, const void* data, size_t nbytes);
-  std::byte* message(size_t node);
+  int64_t compare_signatures(int64_t signature, const void* data, size_t nbytes);
+  std::byte* message(size_t node) const;
 
   template <class Value>
   void wait_for_ranks(int ranks, uint64_t target, Value&& value);
@@ -82,8 +85,11 @@ class Meeting {
   Counters* counters_ = nullptr;  // [local rank]
   std::byte* posts_ = nullptr;    // [2][local rank]
   uint64_t call_ = 0;
-  bool unannounced_ = false;         // something that others may sleep for
-  std::vector<std::byte> messages_;  // [node]
+  bool unannounced_ = false;  // something that others may sleep for
+  // The network works on these.
+  std::shared_ptr<std::byte> messages_;  // [node]
+  std::shared_ptr<std::byte> segments_;
+  size_t segments_bytes_ = 0;
 };
 
 }  // namespace keras_hpc

@@ -7,6 +7,7 @@
 #include "common/error.hpp"
 #include "common/index.hpp"
 #include "engine/trace.hpp"
+#include "transport/pending.hpp"
 
 namespace keras_hpc {
 namespace {
@@ -55,7 +56,12 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
   if (topology_.node_count > 1)
     for (const Bucket& bucket : layout_.buckets())
       algorithms_.push_back(algorithm_for((bucket.end - bucket.begin) / at(topology_.owners)));
-  for (int lane = 0; lane < lanes; ++lane) lanes_[at(lane)].number = lane;
+  for (const Bucket& bucket : layout_.buckets()) largest_bucket_ = std::max(largest_bucket_, bucket.end - bucket.begin);
+  for (int lane = 0; lane < lanes; ++lane) {
+    lanes_[at(lane)].number = lane;
+    lanes_[at(lane)].headers = std::make_shared<std::vector<double>>(at(topology_.size));
+    if (in_segment && topology_.node_count > 1) lanes_[at(lane)].sums = message_memory(kInFlight * largest_bucket_);
+  }
   memory_.emplace(team, layout_, lanes, in_segment, transport, control);
 }
 
@@ -116,7 +122,12 @@ bool Plan::is_complete(int tensor) const {
   return true;
 }
 
-void Plan::finish(int tensor) {
+int Plan::first_incomplete(int from) const {
+  while (from < layout_.tensor_count() && is_complete(from)) ++from;
+  return from;
+}
+
+void Plan::release(int tensor) {
   states_[at(tensor)].store(State::finished, std::memory_order_release);
   if (finished_.fetch_add(1, std::memory_order_acq_rel) + 1 < layout_.tensor_count()) return;
   totals_.count(tensor_bytes_, std::chrono::duration<double>(complete_at_.load() - began_at_.load()).count());
@@ -133,7 +144,7 @@ bool Plan::advance(int lane_number, Channel& channel) {
   if (topology_.size == 1 || layout_.buckets_of_lane(lane_number).empty()) return false;
   LaneState& lane = lanes_[at(lane_number)];
   bool advanced = false;
-  for (bool more = true; more; advanced = advanced || more) {
+  for (bool more = true; more && !team_.failure->is_set(); advanced = advanced || more) {
     more = copy_next(lane);  // first, because it makes room
     more = pack_next(lane) || more;
     more = reduce_next(lane, channel) || more;
@@ -166,6 +177,8 @@ bool Plan::reduce_next(LaneState& lane, Channel& channel) {
   if (!know_weights(lane, lane.reduced / layout_.buckets_of_lane(lane.number).size() + 1, channel)) return false;
   const auto begin = Clock::now();
   reduce(next, lane);
+  // Else what it gave us may have been overwritten.
+  if (in_segment_) team_.failure->throw_if_neighbour_failed();
   if (trace::enabled) trace::record(name_ + "/" + std::to_string(next.index), "reduce", team_.number, begin);
   ++lane.reduced;
   if (topology_.node_count == 1) {
@@ -176,11 +189,12 @@ bool Plan::reduce_next(LaneState& lane, Channel& channel) {
   const Range slice = Layout::slice(bucket, topology_.local_rank, topology_.owners);
   std::unique_ptr<Allreduce> operation;
   if (!slice.empty())
-    operation = make_allreduce(algorithms_[at(next.index)],
-                               {channel, topology_.peers_of_slice(topology_.local_rank), topology_.node,
-                                memory_->result(next, topology_.local_rank) + (slice.begin - bucket.begin),
-                                slice.size() / size_of(bucket.dtype), bucket.dtype, wire_.value_or(bucket.dtype), op_,
-                                network_tag(static_cast<int>(next.number % kInFlight))});
+    operation = make_allreduce(
+        algorithms_[at(next.index)],
+        {channel, topology_.peers_of_slice(topology_.local_rank), topology_.node,
+         sum_of(next, lane) + (slice.begin - bucket.begin), slice.size() / size_of(bucket.dtype), bucket.dtype,
+         wire_.value_or(bucket.dtype), op_, network_tag(static_cast<int>(next.number % kInFlight)),
+         in_segment_ ? std::shared_ptr<void>(lane.sums) : memory_->segment()});
   lane.operations.push_back({next.number, std::move(operation), Clock::now()});
   lane.in_flight.store(static_cast<int>(lane.operations.size()), std::memory_order_relaxed);
   return true;
@@ -191,7 +205,7 @@ bool Plan::drive_network(LaneState& lane) {
     if (!f.operation || !f.operation->advance()) continue;
     f.operation.reset();
     const Turn done = memory_->turn(lane.number, f.turn);
-    spread(done);
+    spread(done, lane);
     if (trace::enabled) trace::record(name_ + "/" + std::to_string(done.index), "network", team_.number, f.begin);
   }
   bool advanced = false;
@@ -236,23 +250,23 @@ bool Plan::know_weights(LaneState& lane, uint64_t step, Channel& channel) {
   if (lane.headers_step == step) return true;
   const auto size = at(topology_.size);
   if (!lane.header_exchange) {
-    lane.headers.assign(size, 0.0);
+    lane.headers->assign(size, 0.0);
     for (int r = 0; r < topology_.local_size(); ++r)
-      lane.headers[at(topology_.local_ranks()[at(r)])] = memory_->weight_of(r);
+      (*lane.headers)[at(topology_.local_ranks()[at(r)])] = memory_->weight_of(r);
   }
   if (topology_.node_count > 1 && weighted_) {
     if (!lane.header_exchange) {
       lane.header_exchange =
           make_allreduce(Algorithm::recursive_doubling,
-                         {channel, topology_.peers_of_slice(topology_.local_rank), topology_.node, lane.headers.data(),
-                          lane.headers.size(), DType::float64, DType::float64, Op::sum, network_tag(kHeaderPlace)});
+                         {channel, topology_.peers_of_slice(topology_.local_rank), topology_.node, lane.headers->data(),
+                          size, DType::float64, DType::float64, Op::sum, network_tag(kHeaderPlace), lane.headers});
       lane.in_flight.fetch_add(1);
     }
     if (!lane.header_exchange->advance()) return false;
     lane.header_exchange.reset();
     lane.in_flight.store(static_cast<int>(lane.operations.size()), std::memory_order_relaxed);
   }
-  lane.weights = find_weights(op_, weighted_, lane.headers, topology_.local_ranks());
+  lane.weights = find_weights(op_, weighted_, *lane.headers, topology_.local_ranks());
   lane.headers_step = step;
   return true;
 }
@@ -276,7 +290,7 @@ void Plan::reduce(const Turn& turn, const LaneState& lane) {
       sources.push_back({theirs, factor});
     }
     // Across nodes, first only where the network takes it from.
-    if (!in_segment_ || !alone) outs.push_back(memory_->result(turn, me) + offset);
+    if (!in_segment_ || !alone) outs.push_back(sum_of(turn, lane) + offset);
     if (alone) outs.push_back(mine);
     keras_hpc::reduce(turn.bucket.dtype, op_, sources.data(), sources.size(), lane.weights.weighted, lane.weights.scale,
                       outs.data(), outs.size(), nbytes / size_of(turn.bucket.dtype));
@@ -284,14 +298,19 @@ void Plan::reduce(const Turn& turn, const LaneState& lane) {
 }
 
 // From where the network left it to this rank's own tensors, or to all ranks' where they live in the segment.
-void Plan::spread(const Turn& turn) {
+void Plan::spread(const Turn& turn, const LaneState& lane) {
   const int me = topology_.local_rank;
   for_parts(turn, me, [&](std::byte* mine, size_t offset, size_t nbytes) {
-    const std::byte* from = memory_->result(turn, me) + offset;
-    if (!in_segment_) return copy_shared(mine, from, nbytes);
-    for (int r = 0; r < topology_.local_size(); ++r)
+    const std::byte* from = sum_of(turn, lane) + offset;
+    copy_shared(mine, from, nbytes);
+    for (int r = 0; in_segment_ && r < topology_.local_size(); ++r)
       if (r != me) copy_shared(memory_->sent(turn, me, r) + offset, from, nbytes);
   });
+}
+
+std::byte* Plan::sum_of(const Turn& turn, const LaneState& lane) const {
+  if (lane.sums == nullptr) return memory_->result(turn, topology_.local_rank);
+  return lane.sums.get() + turn.number % kInFlight * largest_bucket_;
 }
 
 // ---- the rest

@@ -53,13 +53,14 @@ class Plan {
        int lanes, std::optional<DType> wire, bool in_segment, const AlgorithmFor& algorithm_for, Transport& transport,
        Channel& control);
 
-  // One execution: start of every tensor, then, once is_complete, finish of every tensor. Thread-safe.
+  // One execution: start of every tensor, then, once is_complete, release of every tensor. Thread-safe.
   // True if all tensors of a bucket have been started with it.
   bool start(int tensor, void* data, double weight);
   void check_started(int tensor) const;
   bool is_active() const { return active_; }  // an execution has begun and is not over
   bool is_complete(int tensor) const;         // its result is where it was started
-  void finish(int tensor);
+  int first_incomplete(int from) const;       // the number of tensors: none
+  void release(int tensor);                   // it is the caller's again
 
   // Does what can be done now on one lane. One thread at a time per lane. True if anything was done.
   bool advance(int lane, Channel& channel);
@@ -97,8 +98,11 @@ class Plan {
     std::deque<InFlight> operations;
     std::atomic<int> in_flight{0};
     uint64_t headers_step = 0;  // the execution whose weights are known
-    std::vector<double> headers;
+    std::shared_ptr<std::vector<double>> headers;
     std::unique_ptr<Allreduce> header_exchange;
+    // Across nodes, where tensors live in the segment: sums on their way. The tensors are the caller's when an error
+    // ends the step, and the network may still be at it.
+    std::shared_ptr<std::byte> sums;
     Weights weights;
   };
 
@@ -109,7 +113,9 @@ class Plan {
   bool copy_next(LaneState& lane);
   bool know_weights(LaneState& lane, uint64_t step, Channel& channel);
   void reduce(const Turn& turn, const LaneState& lane);
-  void spread(const Turn& turn);
+  void spread(const Turn& turn, const LaneState& lane);
+  // Where a bucket's bytes begin, of which this rank's slice goes to other nodes.
+  std::byte* sum_of(const Turn& turn, const LaneState& lane) const;
   // Calls f(address, offset in the bucket, bytes) for each tensor's part of an owner's slice.
   template <class F>
   void for_parts(const Turn& turn, int owner, F&& f) const;
@@ -127,6 +133,7 @@ class Plan {
   const std::optional<DType> wire_;
   Layout layout_;
   size_t tensor_bytes_ = 0;  // without the gaps between tensors
+  size_t largest_bucket_ = 0;
   // To where the framework will read it, not soon.
   void (*copy_tensor_)(void* to, const void* from, size_t nbytes) = copy_shared;
   std::vector<Algorithm> algorithms_;  // [bucket] of its slices between nodes

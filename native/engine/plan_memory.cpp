@@ -42,8 +42,9 @@ PlanMemory::PlanMemory(const TeamContext& team, const Layout& layout, int lanes,
   slot_stride_ = Area::stride_for(largest);
   const size_t control_bytes = local * sizeof(Shared) + kStages * at(lanes) * local * sizeof(Counter);
   const size_t before_data = (control_bytes + kPage - 1) / kPage * kPage;
-  segment_ = transport.open_segment(control, before_data + (in_segment ? local * Area::stride_for(layout.nbytes())
-                                                                       : places * slots_per_place_ * slot_stride_));
+  const size_t data_bytes =
+      in_segment ? local * Area::stride_for(layout.nbytes()) : places * slots_per_place_ * slot_stride_;
+  segment_ = transport.open_segment(control, before_data + data_bytes, in_segment ? before_data : SIZE_MAX);
   shared_ = reinterpret_cast<Shared*>(segment_->data());
   counters_ = reinterpret_cast<Counter*>(shared_ + local);
   data_ = segment_->data() + before_data;

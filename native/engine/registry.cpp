@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/registry.hpp"
 
+#include <chrono>
 #include <mutex>
 #include <shared_mutex>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "common/error.hpp"
@@ -10,51 +13,77 @@
 namespace keras_hpc::registry {
 namespace {
 
-std::shared_mutex mutex;
-std::vector<Team*> teams;
-std::vector<PlanEntry> plans;
+// Never destroyed: at the end of the process teams stay as they are.
+struct Entries {
+  std::shared_mutex mutex;
+  std::vector<std::shared_ptr<Team>> teams;
+  std::vector<PlanEntry> plans;
+};
+Entries& entries = *new Entries;
+std::atomic<int> home{0};  // the fork depth of the process whose teams these are
+
+// Before the lock: in a forked child, a thread that does not exist there may hold it.
+void refuse_children() {
+  if (fork_depth() != home)
+    throw Error("This process was forked from a rank and is none itself: it cannot use the rank's teams.");
+}
+
+template <class Entry>
+int append(std::vector<Entry>& list, Entry entry) {
+  home = fork_depth();
+  const std::unique_lock lock(entries.mutex);
+  list.push_back(std::move(entry));
+  return static_cast<int>(list.size()) - 1;
+}
 
 }  // namespace
 
-int add(Team* team) {
-  const std::unique_lock lock(mutex);
-  teams.push_back(team);
-  return static_cast<int>(teams.size()) - 1;
+int add(const std::shared_ptr<Team>& team) {
+  return append(entries.teams, team);
 }
 
-int add(Team* team, Plan* plan, Pipeline* pipeline) {
-  const std::unique_lock lock(mutex);
-  plans.push_back({team, plan, pipeline});
-  return static_cast<int>(plans.size()) - 1;
+int add(const std::shared_ptr<Team>& team, const std::shared_ptr<Plan>& plan,
+        const std::shared_ptr<Pipeline>& pipeline) {
+  return append(entries.plans, PlanEntry{team, plan, pipeline});
 }
 
-void remove(Team* team) {
-  const std::unique_lock lock(mutex);
-  for (Team*& t : teams)
-    if (t == team) t = nullptr;
-  for (PlanEntry& entry : plans)
-    if (entry.team == team) entry = {};
+void remove(const Plan* plan) {
+  const std::unique_lock lock(entries.mutex);
+  for (PlanEntry& entry : entries.plans)
+    if (entry.plan.get() == plan) entry = {};
 }
 
-void remove(Plan* plan) {
-  const std::unique_lock lock(mutex);
-  for (PlanEntry& entry : plans)
-    if (entry.plan == plan) entry = {};
-}
-
-Team& team(int id) {
-  const std::shared_lock lock(mutex);
-  if (id < 0 || id >= static_cast<int>(teams.size()) || teams[static_cast<size_t>(id)] == nullptr)
+std::shared_ptr<Team> team(int id) {
+  refuse_children();
+  const std::shared_lock lock(entries.mutex);
+  if (id < 0 || id >= static_cast<int>(entries.teams.size()) || entries.teams[static_cast<size_t>(id)] == nullptr)
     throw Error("There is no team with id " + std::to_string(id) + ": was keras_hpc.finalize() called?");
-  return *teams[static_cast<size_t>(id)];
+  return entries.teams[static_cast<size_t>(id)];
 }
 
 PlanEntry plan(int id) {
-  const std::shared_lock lock(mutex);
-  if (id < 0 || id >= static_cast<int>(plans.size()) || plans[static_cast<size_t>(id)].plan == nullptr)
+  refuse_children();
+  const std::shared_lock lock(entries.mutex);
+  if (id < 0 || id >= static_cast<int>(entries.plans.size()) || entries.plans[static_cast<size_t>(id)].plan == nullptr)
     throw Error("There is no plan with id " + std::to_string(id) +
                 ": was its optimizer deleted, or keras_hpc.finalize() called?");
-  return plans[static_cast<size_t>(id)];
+  return entries.plans[static_cast<size_t>(id)];
+}
+
+void close(std::shared_ptr<Team>&& team) {
+  constexpr double patience_seconds = 1;
+  team->close();
+  {
+    const std::unique_lock lock(entries.mutex);
+    for (auto& entry : entries.teams)
+      if (entry == team) entry = nullptr;
+    for (PlanEntry& entry : entries.plans)
+      if (entry.team == team) entry = {};
+  }
+  const std::weak_ptr<Team> rest = std::exchange(team, nullptr);
+  const auto begin = Clock::now();
+  while (!rest.expired() && seconds_since(begin) < patience_seconds)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 }  // namespace keras_hpc::registry

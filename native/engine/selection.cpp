@@ -2,6 +2,7 @@
 // Which way an allreduce takes: measured once for each class of sizes, remembered, or given.
 #include <algorithm>
 #include <array>
+#include <cstring>
 
 #include "common/error.hpp"
 #include "engine/allreduce_call.hpp"
@@ -51,12 +52,16 @@ Algorithm AllreduceCall::algorithm_for(size_t nbytes, bool measured) {
 Algorithm AllreduceCall::measure_network(size_t nbytes) {
   const size_t count = representative(nbytes) / sizeof(float);
   std::vector<float> data(count);
+  const auto bytes = reinterpret_cast<std::byte*>(data.data());
+  const auto before = [&](size_t begin, size_t n, std::byte* to) { std::memcpy(to, bytes + 4 * begin, 4 * n); };
+  const auto after = [&](size_t begin, size_t n, std::byte* from) { std::memcpy(bytes + 4 * begin, from, 4 * n); };
   std::vector<Candidate> candidates;
   for (const Algorithm algorithm : kAlgorithms) {
     // Between two nodes these send what pairwise sends.
     if (topology_.node_count == 2 && (algorithm == Algorithm::ring || algorithm == Algorithm::rabenseifner)) continue;
     const auto run = [&, algorithm] {
-      if (owns_slice()) meeting_->across_nodes(algorithm, data.data(), count, DType::float32, DType::float32, Op::sum);
+      if (owns_slice())
+        meeting_->across_nodes(algorithm, count, DType::float32, DType::float32, Op::sum, before, after);
     };
     candidates.push_back({static_cast<int>(algorithm), run, 1.0});
   }
@@ -76,7 +81,7 @@ Path AllreduceCall::measure(const Buffer& buffer, bool in_area) {
         measure_network(slice);
 
   // Of its own: the caller's data must not change.
-  const std::shared_ptr<Area> area = in_area ? make_area(nbytes) : nullptr;
+  const std::shared_ptr<Area> area = in_area ? make_area(meeting_->channel(), nbytes) : nullptr;
   std::vector<float> own(in_area ? 0 : count);
   float* data = in_area ? reinterpret_cast<float*>(area->of(topology_.local_rank)) : own.data();
   std::vector<Candidate> candidates;

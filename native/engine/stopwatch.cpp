@@ -38,8 +38,7 @@ Path path_of(const std::string& way) {
 }  // namespace
 
 struct Stopwatch::Memory {
-  Memory(Team& team, size_t nbytes)
-      : own(nbytes), second(nbytes), packed(nbytes), area(team.allreduce_call().make_area(nbytes)) {}
+  Memory(Team& team, size_t nbytes) : own(nbytes), second(nbytes), packed(nbytes), area(team.make_area(nbytes)) {}
   Pages own, second, packed;
   std::shared_ptr<Area> area;
 };
@@ -55,7 +54,7 @@ Stopwatch::Stopwatch(Team& team, size_t nbytes, int tensors, std::optional<DType
   for (size_t t = 0; t <= n; ++t) begins_.push_back(count_ * t / n);
   for (size_t t = 0; t < n; ++t)
     specs.push_back({"t" + std::to_string(t), DType::float32, static_cast<int64_t>(begins_[t + 1] - begins_[t])});
-  plan_ = &team.make_plan("stopwatch " + std::to_string(nbytes), specs, Op::sum, false, wire);
+  plan_ = team.make_plan("stopwatch " + std::to_string(nbytes), specs, Op::sum, false, wire);
 }
 
 Stopwatch::~Stopwatch() = default;

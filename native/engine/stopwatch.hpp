@@ -52,7 +52,7 @@ class Stopwatch {
   size_t count_;
   std::optional<DType> wire_;
   std::unique_ptr<Memory> memory_;
-  Plan* plan_ = nullptr;
+  std::shared_ptr<Plan> plan_;
   std::vector<size_t> begins_;  // of the plan's tensors, and the end
   std::unique_ptr<Channel> channel_;
   float value_ = 0;

@@ -6,10 +6,14 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <functional>
+#include <map>
 #include <set>
+#include <system_error>
 
+#include "common/control_group.hpp"
 #include "common/error.hpp"
 #include "common/index.hpp"
 #include "engine/trace.hpp"
@@ -17,10 +21,29 @@
 namespace keras_hpc {
 namespace {
 
+// Numbers of cores, more than fit into one cpu_set_t.
+struct Cores {
+  static constexpr int kSets = 8;
+  cpu_set_t sets[kSets];
+
+  static Cores mine() {
+    Cores cores;
+    std::memset(&cores, 0, sizeof cores);
+    if (sched_getaffinity(0, sizeof cores.sets, cores.sets) != 0)  // not known: as many as there are
+      for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i)
+        CPU_SET_S(i, sizeof cores.sets, cores.sets);
+    return cores;
+  }
+  void add(const Cores& other) { CPU_OR_S(sizeof sets, sets, sets, other.sets); }
+  int count() const { return CPU_COUNT_S(sizeof sets, sets); }
+};
+
 // Where a rank runs, for the others on its node.
 struct Seat {
-  cpu_set_t cores;
+  Cores cores;
   int64_t scheduler_group;
+  double quota;  // of cores, that its control group has
+  uint64_t quota_of;
 };
 
 // The group in which the kernel shares out time among this process and others, if it has such groups.
@@ -57,15 +80,13 @@ Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& 
       options_(options),
       control_(transport_->open_channel()),
       activity_(options.stall_seconds) {
+  Pending::free_finished();  // of teams before that have failed
   const auto local = at(topology().local_size());
   bells_ = transport_->open_segment(*control_, local * (sizeof(Bell) + sizeof(Seat)));
-  context_ = {number,
-              &topology(),
-              reinterpret_cast<Bell*>(bells_->data()),
-              {},
-              options_.timeout_seconds,
-              options_.stall_seconds,
-              &activity_};
+  auto* bells = reinterpret_cast<Bell*>(bells_->data());
+  bells[topology().local_rank].process = ProcessId::mine();
+  failure_.emplace(topology(), bells);
+  context_ = {number, &topology(), bells, {}, options_.timeout_seconds, options_.stall_seconds, &activity_, &*failure_};
   const Patience fitting = find_patience();  // collective
   context_.patience = options_.patience.value_or(fitting);
   for (int i = 0; i < std::max(1, options_.threads); ++i) {
@@ -74,10 +95,31 @@ Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& 
   }
   allreduce_ = std::make_unique<AllreduceCall>(context_, *transport_, *control_);
   if (topology().size == 1) options_.threads = 0;  // nothing to communicate
-  for (int i = 0; i < options_.threads; ++i) lanes_[at(i)]->thread = std::thread([this, i] { serve(i); });
+  try {
+    for (int i = 0; i < options_.threads; ++i) lanes_[at(i)]->thread = std::thread([this, i] { serve(i); });
+  } catch (const std::system_error& e) {
+    const Error error(std::string("Cannot start a communication thread: ") + e.what() +
+                      ". A limit on the number of processes (ulimit -u, pids.max of a container) counts threads, too.");
+    fail(std::make_exception_ptr(error));  // the other ranks learn of it when they need this one
+    join_threads();
+    throw error;
+  }
 }
 
 Team::~Team() {
+  close();
+}
+
+void Team::close() {
+  for (const auto& lane : lanes_)
+    if (lane->thread.get_id() == std::this_thread::get_id())
+      throw Error("A team cannot be closed by its own communication thread, from inside `done`.");
+  failure_->close();
+  withdraw("The team was closed.");
+  join_threads();
+}
+
+void Team::join_threads() {
   stopping_ = true;
   context_.my_bell().ring();
   for (auto& lane : lanes_)
@@ -86,24 +128,51 @@ Team::~Team() {
 
 Patience Team::find_patience() {
   auto* seats = reinterpret_cast<Seat*>(context_.bells + topology().local_size());
-  Seat& mine = seats[topology().local_rank];
-  sched_getaffinity(0, sizeof mine.cores, &mine.cores);
-  mine.scheduler_group = scheduler_group();
+  const ControlGroup group = ControlGroup::mine();
+  seats[topology().local_rank] = {Cores::mine(), scheduler_group(), group.cores, group.cores_of};
   barrier();
-  cpu_set_t all;
-  CPU_ZERO(&all);
+  Cores all = seats[0].cores;
   bool same_group = true;
+  std::map<uint64_t, double> quotas;
   for (int r = 0; r < topology().local_size(); ++r) {
-    CPU_OR(&all, &all, &seats[r].cores);
-    same_group = same_group && seats[r].scheduler_group == mine.scheduler_group;
+    all.add(seats[r].cores);
+    same_group = same_group && seats[r].scheduler_group == seats[0].scheduler_group;
+    quotas[seats[r].quota_of] = seats[r].quota;
   }
-  return patience_for(topology().local_size(), CPU_COUNT(&all), same_group);
+  double cores = 0;
+  for (const auto& [group_of_cores, quota] : quotas) cores += quota;
+  cores = std::min(cores, static_cast<double>(all.count()));
+  return patience_for(topology().local_size(), static_cast<int>(cores), same_group);
+}
+
+// ---- errors
+
+// From now on no thread of the engine reads or writes memory of this rank's callers: so it may be told to them.
+void Team::fail(std::exception_ptr error) {
+  std::string text;
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    text = e.what();
+  }
+  failure_->set(std::move(error));
+  withdraw(text.c_str());
+}
+
+void Team::withdraw(const char* why) {
+  for (const auto& lane : lanes_) const std::lock_guard lock(lane->mutex);  // nobody works on it any more
+  std::vector<AsyncWait> waiting;
+  {
+    const std::lock_guard lock(async_mutex_);
+    waiting.swap(async_);
+  }
+  for (const AsyncWait& wait : waiting) wait.done(wait.arg, why);
 }
 
 // ---- plans
 
-Plan& Team::make_plan(const std::string& name, const std::vector<TensorSpec>& tensors, Op op, bool weighted,
-                      std::optional<DType> wire, bool in_segment) {
+std::shared_ptr<Plan> Team::make_plan(const std::string& name, const std::vector<TensorSpec>& tensors, Op op,
+                                      bool weighted, std::optional<DType> wire, bool in_segment) {
   if (tensors.empty()) throw Error("Plan '" + name + "' has no tensors.");
   std::vector<std::string> items;
   items.push_back(std::string(name_of(op)) + (weighted ? ", weighted" : "") +
@@ -114,21 +183,27 @@ Plan& Team::make_plan(const std::string& name, const std::vector<TensorSpec>& te
   const auto algorithm_for = [this](size_t nbytes) { return allreduce_->algorithm_for(nbytes, true); };
   const std::lock_guard control(control_mutex_);
   auto plan =
-      std::make_unique<Plan>(context_, next_plan_++, name, tensors, op, weighted, static_cast<int>(lanes_.size()), wire,
+      std::make_shared<Plan>(context_, next_plan_++, name, tensors, op, weighted, static_cast<int>(lanes_.size()), wire,
                              in_segment, algorithm_for, *transport_, *control_);
   const std::lock_guard lock(plans_mutex_);
-  plans_.push_back(std::move(plan));
+  plans_.push_back(plan);
   plan_count_.store(plans_.size(), std::memory_order_release);
-  return *plans_.back();
+  return plan;
 }
 
-Pipeline& Team::make_pipeline(Plan& plan) {
+std::shared_ptr<Pipeline> Team::make_pipeline(Plan& plan) {
   const std::lock_guard lock(plans_mutex_);
-  return *pipelines_.emplace_back(std::make_unique<Pipeline>(*this, plan));
+  return pipelines_.emplace_back(std::make_shared<Pipeline>(*this, plan));
+}
+
+std::shared_ptr<Area> Team::make_area(size_t nbytes) {
+  failure_->throw_if_set();
+  const std::lock_guard lock(control_mutex_);
+  return allreduce_->make_area(*control_, nbytes);
 }
 
 void Team::end_plan(Plan& plan) {
-  throw_if_failed();
+  failure_->throw_if_set();
   if (plan.is_active()) throw Error(plan.what() + " cannot end: a step of it has begun and is not over.");
   std::vector<std::unique_lock<std::mutex>> held;  // so no lane works on it
   for (const auto& lane : lanes_) held.emplace_back(lane->mutex);
@@ -147,17 +222,12 @@ void Team::end_plan(Plan& plan) {
 }
 
 void Team::start(Plan& plan, int tensor, void* data, double weight) {
-  throw_if_failed();
+  failure_->throw_if_set();
   const auto begin = trace::enabled ? Clock::now() : Clock::time_point();
   const bool more_to_do = plan.start(tensor, data, weight);
   if (trace::enabled) trace::record(plan.tensors()[at(tensor)].name, "start", number(), begin);
   if (options_.threads != 0 || (!more_to_do && topology().node_count == 1)) return;
-  try {
-    progress_all();
-  } catch (const std::exception& e) {
-    fail(std::current_exception(), e.what());
-    throw;
-  }
+  guarded([this] { progress_all(); });
 }
 
 void Team::wait(Plan& plan, int tensor) {
@@ -165,76 +235,91 @@ void Team::wait(Plan& plan, int tensor) {
   const size_t nbytes = plan.layout().range(tensor).size();
   const bool quick = plan.is_complete(tensor) && nbytes < kQuickBytes && !trace::enabled;
   const auto begin = quick ? Clock::time_point() : Clock::now();
-  try {
-    if (!quick && !plan.is_complete(tensor)) await(plan, tensor);
-  } catch (const std::exception& e) {
-    fail(std::current_exception(), e.what());
-    throw;
-  }
-  plan.finish(tensor);
+  if (!quick && !plan.is_complete(tensor)) guarded([&] { await(plan, tensor); });
+  plan.release(tensor);
   if (!quick) add(exposed_seconds_, seconds_since(begin));
   if (trace::enabled) trace::record(plan.tensors()[at(tensor)].name, "wait", number(), begin);
 }
 
+class Team::TensorWait final : public Awaited {
+ public:
+  TensorWait(const Team& team, const Plan& plan, int tensor, Clock::time_point since)
+      : team_(team), plan_(plan), tensor_(tensor), since_(since) {}
+  std::string name() const override { return plan_.describe(tensor_); }
+  std::vector<int> missing() const override { return plan_.missing_ranks(tensor_); }
+  bool is_outside() const override {
+    for (int lane = 0; team_.options_.threads == 0 && lane < static_cast<int>(team_.lanes_.size()); ++lane)
+      if (team_.network_is_busy(lane)) return true;
+    return false;
+  }
+  Stall stall() const override {
+    return {plan_.what(),
+            plan_.step(),
+            plan_.tensors()[at(tensor_)].name,
+            tensor_,
+            [&plan = plan_, tensor = tensor_] { return plan.missing_ranks(tensor); },
+            since_};
+  }
+
+ private:
+  const Team& team_;
+  const Plan& plan_;
+  int tensor_;
+  Clock::time_point since_;
+};
+
 void Team::await(Plan& plan, int tensor) {
-  const auto begin = Clock::now();
   const auto ready = [&] {
-    throw_if_failed();
+    failure_->throw_if_set();
     if (plan.is_complete(tensor)) return true;
     progress_all();
-    if (plan.is_complete(tensor)) return true;
-    throw_if_abandoned(plan, tensor, begin);
-    return false;
+    return plan.is_complete(tensor);
   };
-  const auto polling = [&] {
-    for (int lane = 0; lane < static_cast<int>(lanes_.size()); ++lane)
-      if (options_.threads == 0 && network_is_busy(lane)) return true;
-    return false;
-  };
-  if (!wait_watched(context_, ready, polling, [&] { return stall(plan, tensor, begin); }))
-    throw Timeout(late(plan, tensor));
+  if (!wait_watched(context_, ready, TensorWait(*this, plan, tensor, Clock::now()))) throw late(plan, tensor);
 }
 
 bool Team::wait_all_async(Plan& plan, void (*done)(void*, const char*), void* arg) {
-  throw_if_failed();
+  failure_->throw_if_set();
   if (options_.threads == 0) return false;
   {
     const std::lock_guard lock(async_mutex_);
-    async_.push_back({&plan, done, arg, Clock::now()});
+    failure_->throw_if_set();  // again: fail() empties the list after it has set the error
+    async_.push_back({&plan, 0, done, arg, Clock::now(), Lookout(*failure_)});
   }
   context_.my_bell().ring();
   return true;
 }
 
-std::string Team::late(const Plan& plan, int tensor) const {
-  return plan.describe(tensor) + ": after " + std::to_string(static_cast<int>(options_.timeout_seconds)) +
-         " s not every rank has started it. Missing, as far as this rank sees: rank " +
-         joined(plan.missing_ranks(tensor)) + ". Do all ranks run the same number of steps?";
-}
-
-Stall Team::stall(const Plan& plan, int tensor, Clock::time_point since) const {
-  return {plan.what(),
-          plan.step(),
-          plan.tensors()[at(tensor)].name,
-          tensor,
-          [&plan, tensor] { return plan.missing_ranks(tensor); },
-          since};
+Timeout Team::late(const Plan& plan, int tensor) const {
+  const std::vector<int> missing = plan.missing_ranks(tensor);
+  const auto other = std::find_if(missing.begin(), missing.end(), [&](int rank) { return rank != topology().rank; });
+  return Timeout(plan.describe(tensor) + ": after " + std::to_string(static_cast<int>(options_.timeout_seconds)) +
+                     " s not every rank has started it. Missing, as far as this rank sees: rank " + joined(missing) +
+                     ". Do all ranks run the same number of steps?",
+                 other == missing.end() ? -1 : *other);
 }
 
 // ---- progress
 
 bool Team::progress(int lane_number) {
   Lane& lane = *lanes_[at(lane_number)];
-  const std::unique_lock lock(lane.mutex, std::try_to_lock);
-  if (!lock.owns_lock()) return false;  // somebody else is at it
-  const auto begin = Clock::now();
   bool advanced = false;
-  if (lane.plans.size() != plan_count_.load(std::memory_order_acquire)) {
-    const std::lock_guard plans(plans_mutex_);
-    for (size_t i = lane.plans.size(); i < plans_.size(); ++i) lane.plans.push_back(plans_[i].get());
+  // Whoever finds somebody else at it leaves word, and that one looks again before it goes.
+  for (lane.wanted = true; lane.wanted; std::atomic_thread_fence(std::memory_order_seq_cst)) {
+    const std::unique_lock lock(lane.mutex, std::try_to_lock);
+    if (!lock.owns_lock()) return advanced;
+    lane.wanted = false;
+    if (failure_->is_set()) return false;
+    const auto begin = Clock::now();
+    if (lane.plans.size() != plan_count_.load(std::memory_order_acquire)) {
+      const std::lock_guard plans(plans_mutex_);
+      for (size_t i = lane.plans.size(); i < plans_.size(); ++i) lane.plans.push_back(plans_[i].get());
+    }
+    bool moved = false;
+    for (Plan* plan : lane.plans) moved = plan->advance(lane_number, *lane.channel) || moved;
+    if (moved) add(progress_seconds_, seconds_since(begin));
+    advanced = advanced || moved;
   }
-  for (Plan* plan : lane.plans) advanced = plan->advance(lane_number, *lane.channel) || advanced;
-  if (advanced) add(progress_seconds_, seconds_since(begin));
   return advanced;
 }
 
@@ -256,92 +341,58 @@ void Team::serve(int lane) {
     const bool advanced = progress(lane);
     return (lane == 0 && complete_async()) || advanced || stopping_;
   };
+  const auto look = [&] {
+    failure_->throw_if_set();
+    if (lane == 0) look_after_async();
+    return network_is_busy(lane);
+  };
   try {
-    while (!stopping_)
-      wait_for(context_.patience, context_.my_bell(), 3600, ready, [&] { return network_is_busy(lane); });
-  } catch (const std::exception& e) {
-    fail(std::current_exception(), e.what());
+    while (!stopping_) guarded([&] { wait_for(context_.patience, context_.my_bell(), 3600, ready, look); });
+  } catch (const std::exception&) {  // the team's: who uses it is told
   }
 }
 
 bool Team::complete_async() {
   std::vector<AsyncWait> finished;
-  std::exception_ptr failure;  // of one execution; those that are finished are completed first
-  try {
+  {
     const std::lock_guard lock(async_mutex_);
     for (size_t i = 0; i < async_.size();) {
       AsyncWait& wait = async_[i];
-      const int n = wait.plan->layout().tensor_count();
-      int complete = 0;
-      while (complete < n && wait.plan->is_complete(complete)) ++complete;
-      if (complete < n) throw_if_abandoned(*wait.plan, complete, wait.begin);
-      if (complete == n) {
-        finished.push_back(wait);
-        async_.erase(async_.begin() + static_cast<std::ptrdiff_t>(i));
-      } else if (seconds_since(wait.begin) > options_.timeout_seconds) {
-        throw Timeout(late(*wait.plan, complete));
-      } else {
-        if (!wait.stall && seconds_since(wait.begin) > options_.stall_seconds)
-          wait.stall = std::make_shared<Activity::Note>(activity_, stall(*wait.plan, complete, wait.begin));
+      wait.tensor = wait.plan->first_incomplete(wait.tensor);
+      if (wait.tensor < wait.plan->layout().tensor_count()) {
         ++i;
+        continue;
       }
+      finished.push_back(std::move(wait));
+      async_.erase(async_.begin() + static_cast<std::ptrdiff_t>(i));
     }
-  } catch (const Error&) {
-    failure = std::current_exception();
   }
   // Without the lock: the framework may go on with its step, and start the next plan, inside `done`.
   for (const AsyncWait& wait : finished) {
     if (wait.stall) wait.stall->resolve();
-    for (int tensor = 0; tensor < wait.plan->layout().tensor_count(); ++tensor) wait.plan->finish(tensor);
+    for (int tensor = 0; tensor < wait.plan->layout().tensor_count(); ++tensor) wait.plan->release(tensor);
     add(exposed_seconds_, seconds_since(wait.begin));
     if (trace::enabled) trace::record(wait.plan->name(), "wait", number(), wait.begin);
     wait.done(wait.arg, nullptr);
   }
-  if (failure) std::rethrow_exception(failure);
   return !finished.empty();
 }
 
-void Team::fail(std::exception_ptr error, const char* text) {
-  {
-    const std::lock_guard lock(error_mutex_);
-    if (!error_) error_ = std::move(error);
-  }
-  failed_ = true;
-  context_.my_bell().fate = Fate::failed;
-  context_.ring_node();
-  std::vector<AsyncWait> waiting;
-  {
-    const std::lock_guard lock(async_mutex_);
-    waiting.swap(async_);
-  }
-  for (const AsyncWait& wait : waiting) wait.done(wait.arg, text);
-}
-
-void Team::throw_if_failed() const {
-  if (!failed_) return;
-  const std::lock_guard lock(error_mutex_);
-  std::rethrow_exception(error_);
-}
-
-void Team::throw_if_abandoned(const Plan& plan, int tensor, Clock::time_point waiting_since) const {
-  // A rank that fails often has a reason that this one is about to find, too, and can tell better.
-  constexpr double grace_seconds = 2;
-  if (const int rank = context_.first_with(Fate::failed); rank >= 0 && seconds_since(waiting_since) > grace_seconds)
-    throw Error(plan.describe(tensor) + ": rank " + std::to_string(rank) + " met an error, which it tells of itself.");
-  if (context_.first_with(Fate::left) < 0) return;
-  for (const int rank : plan.missing_ranks(tensor)) {
-    const auto& local = topology().local_ranks();
-    const auto found = std::find(local.begin(), local.end(), rank);
-    if (found != local.end() && context_.bells[found - local.begin()].fate == Fate::left)
-      throw Error(plan.describe(tensor) + ": rank " + std::to_string(rank) +
-                  " has already left the job (it called finalize or reached the end of its script) while this rank " +
-                  "waits for it. Do all ranks run the same number of steps?");
+// What a thread does that waits itself. Throws if there is no use in waiting.
+void Team::look_after_async() {
+  const std::lock_guard lock(async_mutex_);
+  for (AsyncWait& wait : async_) {
+    if (wait.plan->is_complete(wait.tensor)) continue;
+    const TensorWait awaited(*this, *wait.plan, wait.tensor, wait.begin);
+    wait.lookout.look(awaited);
+    if (seconds_since(wait.begin) > options_.timeout_seconds) throw late(*wait.plan, wait.tensor);
+    if (!wait.stall && seconds_since(wait.begin) > options_.stall_seconds)
+      wait.stall = std::make_shared<Activity::Note>(activity_, awaited.stall());
   }
 }
 
 void Team::leave() {
-  context_.my_bell().fate = Fate::left;
-  context_.ring_node();
+  failure_->leave();
 }
 
 void Team::allreduce(void* data, int64_t count, DType dtype, Op op, std::optional<DType> wire, std::optional<Path> path,
@@ -350,14 +401,14 @@ void Team::allreduce(void* data, int64_t count, DType dtype, Op op, std::optiona
   const bool mean = op == Op::mean;
   if (mean && (dtype == DType::int32 || dtype == DType::int64))
     throw Error("The mean of integers is not an integer. Expected op sum, min or max.");
-  throw_if_failed();
+  failure_->throw_if_set();
   try {
     ++activity_.calls;
     allreduce_->run(data, static_cast<size_t>(count), dtype, op, wire, path, tag_of(what, shape));
   } catch (const Disagreement& e) {  // on all ranks, before any data moved: the team can go on
     explain("\n" + (what.empty() ? "allreduce" : what) + ": " + e.mine + text_of(shape), e);
-  } catch (const std::exception& e) {
-    fail(std::current_exception(), e.what());
+  } catch (const std::exception&) {
+    fail(std::current_exception());
     throw;
   }
 }

@@ -14,8 +14,10 @@
 
 #include "common/error.hpp"
 #include "engine/allreduce_call.hpp"
+#include "engine/failure.hpp"
 #include "engine/pipeline.hpp"
 #include "engine/plan.hpp"
+#include "transport/pending.hpp"
 #include "transport/transport.hpp"
 
 namespace keras_hpc {
@@ -45,9 +47,16 @@ class Team {
  public:
   // Collective.
   Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& options);
+  // By the last who holds it. close() lets all others know.
   ~Team();
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
+
+  // Ends all that threads of this rank wait for here, with an error, and whatever they ask for later. When it returns
+  // no thread of the engine works for the team.
+  void close();
+  // In a forked child nobody may use it, or destroy it.
+  bool is_of_this_process() const { return fork_depth_ == fork_depth(); }
 
   const Topology& topology() const { return transport_->topology(); }
   int number() const { return context_.number; }
@@ -56,15 +65,15 @@ class Team {
   // Collective; throws PlanMismatch on every rank if the lists differ. The plan lives until end_plan, or as long as the
   // team. Between nodes, float32 is rounded to the 16 bits of `wire`, if given. With `in_segment` the tensors live in
   // its memory.
-  Plan& make_plan(const std::string& name, const std::vector<TensorSpec>& tensors, Op op, bool weighted,
-                  std::optional<DType> wire = std::nullopt, bool in_segment = false);
+  std::shared_ptr<Plan> make_plan(const std::string& name, const std::vector<TensorSpec>& tensors, Op op, bool weighted,
+                                  std::optional<DType> wire = std::nullopt, bool in_segment = false);
   // For a plan whose tensors live in its segment.
-  Pipeline& make_pipeline(Plan& plan);
+  std::shared_ptr<Pipeline> make_pipeline(Plan& plan);
   // Frees a plan that no rank will start again, and its pipeline. Every rank does so, between executions.
   void end_plan(Plan& plan);
   void start(Plan& plan, int tensor, void* data, double weight);
   void wait(Plan& plan, int tensor);
-  // False if the team has no thread that could call `done`.
+  // Calls `done` exactly once, whatever happens. False, and never, if the team has no thread that could call it.
   bool wait_all_async(Plan& plan, void (*done)(void*, const char*), void* arg);
 
   // Collective, and block. Every rank calls them in the same order, one thread at a time.
@@ -73,6 +82,8 @@ class Team {
                  std::optional<Path> path = std::nullopt, const std::string& what = "",
                  const std::vector<int64_t>& shape = {});
   AllreduceCall& allreduce_call() { return *allreduce_; }
+  // Collective: memory that the ranks of the node can reach directly. It lives as long as the pointer.
+  std::shared_ptr<Area> make_area(size_t nbytes);
   // Collective.
   std::unique_ptr<Channel> open_channel() { return transport_->open_channel(); }
   void broadcast(void* data, size_t nbytes, int root);
@@ -99,17 +110,22 @@ class Team {
   // A communication channel and the thread, if any, that serves it.
   struct Lane {
     std::unique_ptr<Channel> channel;
-    std::mutex mutex;  // held by whoever makes progress on this lane
+    std::mutex mutex;                 // held by whoever makes progress on this lane
+    std::atomic<bool> wanted{false};  // somebody else has asked for progress meanwhile
     std::thread thread;
     std::vector<Plan*> plans;  // of the team, as far as the lane knows
   };
   struct AsyncWait {
     Plan* plan;
+    int tensor;  // the first that is not known to be complete
     void (*done)(void*, const char*);
     void* arg;
     Clock::time_point begin;
+    Lookout lookout;
     std::shared_ptr<Activity::Note> stall = nullptr;  // once it takes long
   };
+  class TensorWait;
+  class CollectiveWait;
 
   void await(Plan& plan, int tensor);  // until it is complete
   bool progress(int lane);
@@ -117,37 +133,48 @@ class Team {
   bool network_is_busy(int lane) const;
   void serve(int lane);
   bool complete_async();
-  void fail(std::exception_ptr error, const char* text);
-  void throw_if_failed() const;
-  void throw_if_abandoned(const Plan& plan, int tensor, Clock::time_point waiting_since) const;
-  void finish(RequestPtr request, const char* what);
+  void look_after_async();
+  // Does it, and makes an error the team's.
+  template <class F>
+  void guarded(F&& f) {
+    try {
+      f();
+    } catch (const std::exception&) {
+      fail(std::current_exception());
+      throw;
+    }
+  }
+  void fail(std::exception_ptr error);
+  void withdraw(const char* why);
+  void join_threads();
+  template <class F>
+  void in_turn(F&& collective);
+  void wait_for_collective(Pending& pending, const char* what);
   void meet(const std::string& text, const std::string& label);
   [[noreturn]] void explain(const std::string& text, const PlanMismatch& disagreement);
   Patience find_patience();
-  std::string late(const Plan& plan, int tensor) const;
-  Stall stall(const Plan& plan, int tensor, Clock::time_point since) const;
+  Timeout late(const Plan& plan, int tensor) const;
 
   std::unique_ptr<Transport> transport_;
   TeamOptions options_;
   std::unique_ptr<Channel> control_;  // for the blocking collectives
   std::mutex control_mutex_;
   std::unique_ptr<Segment> bells_;
+  std::optional<Failure> failure_;
   Activity activity_;
   TeamContext context_;
   std::vector<std::unique_ptr<Lane>> lanes_;
   mutable std::mutex plans_mutex_;
-  std::vector<std::unique_ptr<Plan>> plans_;
+  std::vector<std::shared_ptr<Plan>> plans_;
   std::atomic<size_t> plan_count_{0};
   int next_plan_ = 0;       // a number is never given again
   PlanTotals ended_plans_;  // what plans that are gone have done
-  std::vector<std::unique_ptr<Pipeline>> pipelines_;
+  std::vector<std::shared_ptr<Pipeline>> pipelines_;
   std::unique_ptr<AllreduceCall> allreduce_;
   std::mutex async_mutex_;
   std::vector<AsyncWait> async_;
   std::atomic<bool> stopping_{false};
-  std::atomic<bool> failed_{false};
-  mutable std::mutex error_mutex_;
-  std::exception_ptr error_;
+  const int fork_depth_ = fork_depth();
   std::atomic<double> exposed_seconds_{0};
   std::atomic<double> progress_seconds_{0};
 };

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "common/error.hpp"
+#include "common/process.hpp"
 
 namespace keras_hpc::mpi {
 namespace {
@@ -101,6 +102,7 @@ class CommunicatorOf final : public Communicator {
     f_.check(f_.Comm_set_errhandler(comm_, to_handle<Handle>(constants_.errors_return)), "MPI_Comm_set_errhandler");
   }
   ~CommunicatorOf() override {
+    if (fork_depth() != depth_) return;  // it is the parent's
     int finalized = 0;
     if (f_.Finalized(&finalized) == 0 && finalized == 0) f_.Comm_free(&comm_);
   }
@@ -181,6 +183,7 @@ class CommunicatorOf final : public Communicator {
   const Functions<Handle>& f_;
   Constants constants_;
   Handle comm_{};
+  const int depth_ = fork_depth();
 };
 
 template <class Handle>

@@ -30,20 +30,21 @@ struct Done final : Request {
 };
 
 struct Receive final : Request {
-  World& world;
+  std::shared_ptr<World> world;
   std::tuple<int, int, int, int> box;
   void* data;
   size_t nbytes;
-  Receive(World& w, std::tuple<int, int, int, int> b, void* d, size_t n) : world(w), box(b), data(d), nbytes(n) {}
+  Receive(std::shared_ptr<World> w, std::tuple<int, int, int, int> b, void* d, size_t n)
+      : world(std::move(w)), box(b), data(d), nbytes(n) {}
   bool test() override {
     Message message;
     {
-      const std::lock_guard lock(world.mutex);
-      const auto found = world.mailboxes.find(box);
-      if (found == world.mailboxes.end()) return false;
+      const std::lock_guard lock(world->mutex);
+      const auto found = world->mailboxes.find(box);
+      if (found == world->mailboxes.end()) return false;
       message = std::move(found->second.front());
       found->second.pop_front();
-      if (found->second.empty()) world.mailboxes.erase(found);
+      if (found->second.empty()) world->mailboxes.erase(found);
     }
     if (message.size() > nbytes)
       throw Error("A message of " + std::to_string(message.size()) + " bytes arrived where at most " +
@@ -74,7 +75,7 @@ class InProcessChannel final : public Channel {
   }
 
   RequestPtr receive(void* data, size_t nbytes, int peer, int tag) override {
-    return std::make_unique<Receive>(*world_, std::tuple(number_, peer, rank_, tag), data, nbytes);
+    return std::make_unique<Receive>(world_, std::tuple(number_, peer, rank_, tag), data, nbytes);
   }
 
   RequestPtr broadcast(void* data, size_t nbytes, int root) override {
@@ -120,7 +121,7 @@ class InProcessTransport final : public Transport {
     return std::make_unique<InProcessChannel>(world_, channels_++, topology().rank, topology().size);
   }
 
-  std::unique_ptr<Segment> open_segment(Channel&, size_t nbytes) override {
+  std::unique_ptr<Segment> open_segment(Channel&, size_t nbytes, size_t) override {
     const std::lock_guard lock(world_->mutex);
     std::shared_ptr<void>& memory = world_->segments[{topology().node, segments_++}];
     if (!memory) {

@@ -4,17 +4,24 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <climits>
 #include <cstring>
 #include <deque>
+#include <map>
+#include <random>
+#include <thread>
 
 #include "common/error.hpp"
+#include "common/process.hpp"
+#include "common/waiting.hpp"
+#include "transport/pending.hpp"
 
 namespace keras_hpc {
 namespace {
 
 // Seconds that making a segment may take: all ranks are inside the same call.
-constexpr double kSegmentTimeout = 60;
+constexpr double kSegmentSeconds = 60;
 
 int checked_count(size_t nbytes) {
   if (nbytes > INT_MAX) throw Error("A message of " + std::to_string(nbytes) + " bytes is too large for MPI.");
@@ -99,6 +106,26 @@ struct Descriptor {
   }
 };
 
+// Collective: the numbers of all ranks.
+using Numbers = std::vector<int64_t>;
+Numbers gather(Channel& channel, size_t ranks, const Numbers& mine) {
+  struct Message {
+    Numbers mine, all;
+  };
+  const auto message = std::make_shared<Message>(Message{mine, Numbers(ranks * mine.size())});
+  Pending pending(message);
+  pending.add(channel.allgather(message->mine.data(), message->all.data(),
+                                std::vector<size_t>(ranks, mine.size() * sizeof(int64_t))));
+  const auto begin = Clock::now();
+  while (!pending.test()) {
+    if (seconds_since(begin) > kSegmentSeconds)
+      throw Timeout("Waited " + std::to_string(static_cast<int>(kSegmentSeconds)) +
+                    " s for the other ranks in making shared memory: not every rank arrived.");
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return message->all;
+}
+
 class MpiTransport final : public Transport {
  public:
   MpiTransport(std::unique_ptr<mpi::Communicator> comm, Topology topology)
@@ -106,55 +133,51 @@ class MpiTransport final : public Transport {
 
   std::unique_ptr<Channel> open_channel() override { return std::make_unique<MpiChannel>(comm_->duplicate()); }
 
-  std::unique_ptr<Segment> open_segment(Channel& channel, size_t nbytes) override {
+  std::unique_ptr<Segment> open_segment(Channel& channel, size_t nbytes, size_t users_begin) override {
     // The first rank of the node makes the file; the others open it through its /proc entry. Every rank learns
     // whether it worked everywhere, so that all raise together and none waits for one that gave up.
     Descriptor file;
     std::string error;
-    int offer[2] = {-1, -1};
+    SharedFile offer;
     if (topology().local_rank == 0) {
       try {
         file.fd = create_shared_file(nbytes);
-        offer[0] = getpid();
-        offer[1] = file.fd;
+        offer = {static_cast<int32_t>(getpid()), file.fd};
       } catch (const Error& e) {
         error = e.what();
       }
     }
-    std::vector<int> offers = exchange(channel, offer[0], offer[1]);
+    const auto ranks = static_cast<size_t>(topology().size);
+    const Numbers offers = gather(channel, ranks, {offer.pid, offer.descriptor});
     void* data = nullptr;
     if (error.empty()) {
       const auto leader = 2 * static_cast<size_t>(topology().local_ranks()[0]);
-      if (topology().local_rank != 0 && offers[leader] >= 0) {
-        file.fd = open_shared_file(offers[leader], offers[leader + 1]);
+      offer = {static_cast<int32_t>(offers[leader]), static_cast<int32_t>(offers[leader + 1])};
+      if (topology().local_rank != 0 && offer.descriptor >= 0) {
+        file.fd = open_shared_file(offer);
         if (file.fd < 0) error = std::string("cannot open the memory of a rank on the same node: ") + strerror(errno);
       }
       try {
-        if (file.fd >= 0) data = map_shared_file(file.fd, nbytes);
+        if (file.fd >= 0) data = map_shared_file(file.fd, nbytes, users_begin);
       } catch (const Error& e) {
         error = e.what();
       }
     }
-    const std::vector<int> mapped = exchange(channel, data != nullptr, 0);
-    for (size_t r = 0; r < mapped.size(); r += 2) {
+    const Numbers mapped = gather(channel, ranks, {data != nullptr});
+    for (size_t r = 0; r < mapped.size(); ++r) {
       if (mapped[r]) continue;
       if (data != nullptr) unmap_shared_file(data, nbytes);
-      throw Error("Rank " + std::to_string(r / 2) + " could not share memory with the other ranks of its node" +
-                  (error.empty() ? "." : ": " + error));
+      throw Error("Rank " + std::to_string(r) + " could not share memory with the other ranks of its node" +
+                      (error.empty() ? "." : ": " + error),
+                  static_cast<int>(r));
     }
-    return std::make_unique<Segment>(data, nbytes, [data, nbytes] { unmap_shared_file(data, nbytes); });
+    return std::make_unique<Segment>(data, nbytes, [data, nbytes, depth = fork_depth()] {
+      // A child has other things where its parent has the segment.
+      if (fork_depth() == depth) unmap_shared_file(data, nbytes);
+    });
   }
 
  private:
-  std::vector<int> exchange(Channel& channel, int a, int b) const {
-    const int mine[2] = {a, b};
-    const auto size = static_cast<size_t>(topology().size);
-    std::vector<int> all(2 * size);
-    finish(channel.allgather(mine, all.data(), std::vector<size_t>(size, sizeof mine)), kSegmentTimeout,
-           "making shared memory");
-    return all;
-  }
-
   std::unique_ptr<mpi::Communicator> comm_;
 };
 
@@ -164,6 +187,44 @@ std::unique_ptr<Transport> make_mpi_transport(std::unique_ptr<mpi::Communicator>
                                               const std::vector<int>& node_of_rank) {
   const int rank = communicator->rank();
   return std::make_unique<MpiTransport>(std::move(communicator), Topology::make(rank, node_of_rank));
+}
+
+std::vector<int> nodes_that_share_memory(const mpi::Communicator& communicator, const std::vector<int>& host_of_rank) {
+  const auto ranks = host_of_rank.size();
+  const auto me = static_cast<size_t>(communicator.rank());
+  MpiChannel channel(communicator.duplicate());
+  // Each rank shows a file with a number that no other one has.
+  Descriptor file;
+  try {
+    file.fd = create_shared_file(sizeof(int64_t));
+  } catch (const Error&) {  // it is alone, then; the team's memory will tell why
+  }
+  std::random_device random;
+  const auto number = static_cast<int64_t>((static_cast<uint64_t>(random()) << 32) ^ random());
+  const bool written = file.fd >= 0 && pwrite(file.fd, &number, sizeof number, 0) == sizeof number;
+  const Numbers offers = gather(channel, ranks, {getpid(), written ? file.fd : -1, number});
+  const auto can_reach = [&](size_t rank) {
+    if (rank == me) return true;
+    const int64_t* offer = offers.data() + 3 * rank;
+    const Descriptor other{open_shared_file({static_cast<int32_t>(offer[0]), static_cast<int32_t>(offer[1])})};
+    int64_t seen = 0;
+    return other.fd >= 0 && pread(other.fd, &seen, sizeof seen, 0) == sizeof seen && seen == offer[2];
+  };
+  // The first rank of each host gathers those that can open its file, then the first one that is left, and so on.
+  std::vector<int> node_of_rank(ranks, -1);
+  while (std::count(node_of_rank.begin(), node_of_rank.end(), -1) > 0) {
+    std::map<int, size_t> first;  // of each host
+    for (size_t r = ranks; r-- > 0;)
+      if (node_of_rank[r] < 0) first[host_of_rank[r]] = r;
+    const bool joins = node_of_rank[me] < 0 && can_reach(first[host_of_rank[me]]);
+    const Numbers joined = gather(channel, ranks, {joins});
+    for (size_t r = 0; r < ranks; ++r)
+      if (joined[r]) node_of_rank[r] = static_cast<int>(first[host_of_rank[r]]);
+  }
+  // By number, in order of their first ranks.
+  std::map<int, int> number_of;
+  for (int& node : node_of_rank) node = number_of.emplace(node, static_cast<int>(number_of.size())).first->second;
+  return node_of_rank;
 }
 
 }  // namespace keras_hpc

@@ -12,4 +12,8 @@ namespace keras_hpc {
 std::unique_ptr<Transport> make_mpi_transport(std::unique_ptr<mpi::Communicator> communicator,
                                               const std::vector<int>& node_of_rank);
 
+// Collective: the node of each rank, of the ranks on each host. Those that cannot share memory are no node, as in
+// containers that have each a name space of processes of its own: they reach each other through MPI.
+std::vector<int> nodes_that_share_memory(const mpi::Communicator& communicator, const std::vector<int>& host_of_rank);
+
 }  // namespace keras_hpc

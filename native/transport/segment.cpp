@@ -6,16 +6,34 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <string>
 
+#include "common/control_group.hpp"
 #include "common/error.hpp"
 
 namespace keras_hpc {
+namespace {
+
+constexpr char kName[] = "keras_hpc";
+constexpr size_t kPage = 4096;
+
+std::string mebibytes(uint64_t nbytes) {
+  return std::to_string(nbytes >> 20) + " MiB";
+}
+
+}  // namespace
 
 int create_shared_file(size_t nbytes) {
-  const int fd = memfd_create("keras_hpc", MFD_CLOEXEC);
+  // The kernel reserves more than a control group allows, and then kills.
+  const ControlGroup group = ControlGroup::mine();
+  if (nbytes > group.memory_left)
+    throw Error("Cannot reserve " + mebibytes(nbytes) + " of shared memory for communication: the control group of " +
+                "this container or batch job (memory.max) has " + mebibytes(group.memory_left) + " left of " +
+                mebibytes(group.memory_limit) + ".");
+  const int fd = memfd_create(kName, MFD_CLOEXEC);
   if (fd < 0) throw Error(std::string("Cannot create shared memory (memfd_create): ") + std::strerror(errno));
   // Other users cannot reach it through /proc anyway, where nobody has weakened that.
   if (fchmod(fd, S_IRUSR | S_IWUSR) != 0) {
@@ -25,21 +43,29 @@ int create_shared_file(size_t nbytes) {
   const int failure = posix_fallocate(fd, 0, static_cast<off_t>(nbytes));
   if (failure != 0) {
     close(fd);
-    throw Error("Cannot reserve " + std::to_string(nbytes >> 20) +
-                " MiB of shared memory for communication: " + std::strerror(failure));
+    throw Error("Cannot reserve " + mebibytes(nbytes) +
+                " of shared memory for communication: " + std::strerror(failure));
   }
   return fd;
 }
 
-int open_shared_file(int pid, int descriptor) {
-  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(descriptor);
+int open_shared_file(const SharedFile& file) {
+  const std::string path = "/proc/" + std::to_string(file.pid) + "/fd/" + std::to_string(file.descriptor);
+  char target[64] = {};
+  if (readlink(path.c_str(), target, sizeof target - 1) < 0) return -1;
+  if (std::string(target).rfind(std::string("/memfd:") + kName, 0) != 0) {
+    errno = ENOENT;  // of another process that has the same number
+    return -1;
+  }
   return open(path.c_str(), O_RDWR | O_CLOEXEC);
 }
 
-void* map_shared_file(int descriptor, size_t nbytes) {
+void* map_shared_file(int descriptor, size_t nbytes, size_t users_begin) {
   // MAP_POPULATE: page faults inside a training step would cost four times as much as the copy itself.
   void* data = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor, 0);
   if (data == MAP_FAILED) throw Error(std::string("Cannot map shared memory: ") + std::strerror(errno));
+  const size_t hidden = std::min(nbytes, users_begin) / kPage * kPage;
+  if (hidden > 0) madvise(data, hidden, MADV_DONTFORK);
   return data;
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 
 namespace keras_hpc {
@@ -24,13 +25,20 @@ class Segment {
   std::function<void()> release_;
 };
 
-// A new anonymous file of `nbytes` bytes; its memory is reserved, so that a full machine is an error here and not a
-// crash later. Returns a descriptor that the caller closes.
+// An anonymous file, as another process of this user on this node can find it.
+struct SharedFile {
+  int32_t pid = 0;
+  int32_t descriptor = -1;
+};
+
+// A new anonymous file of `nbytes` bytes; its memory is reserved, so that a full machine, or a full control group, is
+// an error here and no kill later. Returns a descriptor that the caller closes.
 int create_shared_file(size_t nbytes);
-// Opens the anonymous file of another process of this user on this node. Returns a descriptor or -1.
-int open_shared_file(int pid, int descriptor);
-// Maps the file; the descriptor may be closed afterwards.
-void* map_shared_file(int descriptor, size_t nbytes);
+// Returns a descriptor, or -1 where there is no such file: in a container, numbers may mean other processes.
+int open_shared_file(const SharedFile& file);
+// Maps the file; the descriptor may be closed afterwards. What lies before `users_begin` is not inherited by forked
+// children.
+void* map_shared_file(int descriptor, size_t nbytes, size_t users_begin);
 void unmap_shared_file(void* data, size_t nbytes);
 
 }  // namespace keras_hpc

@@ -3,7 +3,7 @@
 // in_process.hpp). The algorithms and the engine above know only this interface.
 #pragma once
 #include <cstddef>
-#include <functional>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -14,7 +14,7 @@
 
 namespace keras_hpc {
 
-// An operation in flight. Must not be destroyed before test() returned true, except when the job is ending.
+// An operation in flight. Must not be destroyed before test() returned true: see pending.hpp.
 class Request {
  public:
   virtual ~Request() = default;
@@ -49,8 +49,9 @@ class Transport {
 
   // Collective.
   virtual std::unique_ptr<Channel> open_channel() = 0;
-  // Collective: every rank of the team calls it; each node gets one segment that its ranks share.
-  virtual std::unique_ptr<Segment> open_segment(Channel& channel, size_t nbytes) = 0;
+  // Collective: every rank of the team calls it; each node gets one segment that its ranks share. What lies before
+  // `users_begin` is the engine's: forked children of a rank do not inherit it.
+  virtual std::unique_ptr<Segment> open_segment(Channel& channel, size_t nbytes, size_t users_begin = SIZE_MAX) = 0;
 
  protected:
   explicit Transport(Topology topology) : topology_(std::move(topology)) {}
@@ -58,10 +59,5 @@ class Transport {
  private:
   Topology topology_;
 };
-
-// Waits for the request, sleeping between tests. `what` names the operation. Throws Timeout after `timeout_seconds`,
-// and much sooner once `abandoned`, if given, says that a rank will never come.
-void finish(RequestPtr request, double timeout_seconds, const char* what,
-            const std::function<bool()>& abandoned = nullptr);
 
 }  // namespace keras_hpc

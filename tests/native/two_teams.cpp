@@ -28,11 +28,12 @@ void expect(bool ok, const char* what) {
 void work(Team& team, int rank, int ranks, int seed) {
   std::mt19937 random(static_cast<unsigned>(seed));
   std::mt19937 mine(static_cast<unsigned>(1000 * seed + rank));
-  Plan& weighted = team.make_plan("weighted", {{"a", DType::float32, 300000}, {"b", DType::float32, 10}}, Op::mean, true);
-  Plan& plain = team.make_plan("plain", {{"c", DType::float64, 5000}}, Op::sum, false);
+  const auto weighted_plan = team.make_plan("weighted", {{"a", DType::float32, 300000}, {"b", DType::float32, 10}}, Op::mean, true);
+  const auto plain_plan = team.make_plan("plain", {{"c", DType::float64, 5000}}, Op::sum, false);
+  Plan &weighted = *weighted_plan, &plain = *plain_plan;
   std::vector<float> a(300000), b(10);
   std::vector<double> c(5000);
-  const std::shared_ptr<Area> area = team.allreduce_call().make_area(400000);
+  const std::shared_ptr<Area> area = team.make_area(400000);
   auto* shared = reinterpret_cast<float*>(area->of(team.topology().local_rank));
   const float sum = static_cast<float>(ranks * (ranks + 1)) / 2;
   float weights = 0, average = 0;

@@ -131,7 +131,7 @@ class Place:
     @classmethod
     def mine(cls) -> Place:
         """Return the place of this process."""
-        return cls(platform.node(), os.getpid(), _stat(os.getpid())[1])
+        return cls(platform.node(), os.getpid(), _stat("self")[1])  # in a container the number may mean another one
 
     def process(self) -> str:
         """Return the state of a process on this host: a letter as in /proc, or GONE."""

@@ -7,7 +7,10 @@
 // negotiate at run time: buckets are cut when the plan is made, and the sum is always taken in rank order, so results
 // are bit-identical on all ranks and from run to run.
 //
-// Every function that returns int returns KHPC_OK on success. Otherwise khpc_last_error() tells what went wrong.
+// Every function that returns int returns KHPC_OK on success. Otherwise khpc_last_error() tells what went wrong. After
+// an error of communication the team is of no more use, and the engine no longer touches what it was given: the program
+// may go on with that memory, free the team and make another one. A process that was forked from a rank is none: every
+// call is an error there.
 #pragma once
 #include <stdint.h>
 
@@ -20,17 +23,18 @@ extern "C" {
 enum { KHPC_OK = 0, KHPC_ERROR = 1, KHPC_BLOCKING = 2 };
 
 // Starts the reduction, in place, of one tensor of a plan. `data` must stay valid until khpc_wait has returned for
-// this tensor, and holds undefined values in between. `weight` is this rank's share in a weighted mean (its number of
-// samples, >= 0), the same for all tensors of one execution; a rank with weight 0 takes part, but its values are not
-// read. Plans that are not weighted ignore it. Thread-safe.
+// this tensor, with or without an error, and holds undefined values in between. `weight` is this rank's share in a
+// weighted mean (its number of samples, >= 0), the same for all tensors of one execution; a rank with weight 0 takes
+// part, but its values are not read. Plans that are not weighted ignore it. Thread-safe.
 KHPC_API int khpc_start(int plan, int tensor, void* data, double weight);
 
 // Blocks until the tensor's `data` holds the result. Thread-safe.
 KHPC_API int khpc_wait(int plan, int tensor);
 
 // After khpc_start of all tensors of the plan: returns at once and calls `done(arg, error)` exactly once, from the
-// communication thread, when every tensor holds its result (error is NULL) or the execution failed (error says why).
-// Returns KHPC_BLOCKING, and never calls `done`, if the team has no communication thread: use khpc_wait then.
+// communication thread or from the one that met the error, when every tensor holds its result (error is NULL) or the
+// execution failed (error says why). If it returns something else than KHPC_OK it never calls `done`: KHPC_BLOCKING
+// means that the team has no communication thread; use khpc_wait then.
 KHPC_API int khpc_wait_all_async(int plan, void (*done)(void* arg, const char* error), void* arg);
 
 // For pipelined plans, whose steps may apply the average of the step before (see engine/pipeline.hpp). How many updates
@@ -68,14 +72,16 @@ typedef struct {
   int handle_size;
   intptr_t comm, byte, errors_return, status_ignore, in_place, float32, float64, int32, int64, sum;
   int size;
-  const int* node_of_rank;  // any number per node
+  const int* node_of_rank;  // any number per host
+  int thread_level, thread_multiple;
 } khpc_mpi;
 
 // Collective over the ranks of `mpi`. Returns the team, or -1. `threads`: communication threads, or 0 if start and wait
 // make the progress. A wait that takes longer than `timeout_seconds` is an error.
 KHPC_API int khpc_team_create(const khpc_mpi* mpi, int threads, double timeout_seconds);
 
-// Collective. Frees the team with its plans; arrays of khpc_empty stay.
+// Collective. Frees the team with its plans; arrays of khpc_empty stay. Whatever still waits in another thread returns
+// with an error, and completions of khpc_wait_all_async that are outstanding are called with one. Not from `done`.
 KHPC_API int khpc_team_free(int team);
 
 // Collective. Sums, averages, ... `count` elements in place and returns when it is done. `dtype`: "float32", "float64",
@@ -83,7 +89,8 @@ KHPC_API int khpc_team_free(int team);
 KHPC_API int khpc_allreduce(int team, void* data, int64_t count, const char* dtype, const char* op);
 
 // Collective. Returns zeroed memory that the ranks of the node can reach directly, so that khpc_allreduce of it or of a
-// part copies nothing; NULL on error. khpc_empty_free gives it back.
+// part copies nothing; NULL on error. khpc_empty_free gives it back. Other ranks write results into it: after an error
+// they may do so until they have met it, too.
 KHPC_API void* khpc_empty(int team, int64_t nbytes);
 KHPC_API int khpc_empty_free(void* data);
 
@@ -101,6 +108,8 @@ static inline khpc_mpi khpc_mpi_of(MPI_Comm comm) {
   int rank, leader;
   int* nodes;
   memset(&m, 0, sizeof m);
+  MPI_Query_thread(&m.thread_level);
+  m.thread_multiple = MPI_THREAD_MULTIPLE;
   m.handle_size = (int)sizeof comm;
   m.comm = (intptr_t)comm;  // a number or a pointer, by library
   m.errors_return = (intptr_t)MPI_ERRORS_RETURN;

@@ -6,30 +6,40 @@
 #include "algorithms/allreduce.hpp"
 #include "algorithms/schedule.hpp"
 #include "algorithms/wire.hpp"
+#include "transport/pending.hpp"
 
 namespace keras_hpc {
 namespace {
 
-class Exchange final : public Allreduce {
+class ScheduleRunner final : public Allreduce {
  public:
-  Exchange(const AllreduceArgs& args, Schedule schedule)
-      : a_(args), wire_(args.dtype, args.wire), schedule_(std::move(schedule)) {}
+  ScheduleRunner(const AllreduceArgs& args, Schedule schedule)
+      : a_(args),
+        wire_(args.dtype, args.wire),
+        schedule_(std::move(schedule)),
+        messages_(std::make_shared<Messages>(Messages{args.memory, {}, {}})),
+        pending_(messages_) {}
 
   bool advance() override {
     for (; step_ < schedule_.size(); ++step_) {
       if (!posted_) post(schedule_[step_]);
-      while (!pending_.empty() && pending_.back().second->test()) pending_.pop_back();
-      if (!pending_.empty()) return false;
+      if (!pending_.test()) return false;
       take(schedule_[step_]);
       posted_ = false;
     }
     return true;
   }
   int waiting_for() const override {
-    return pending_.empty() ? a_.peers[static_cast<size_t>(a_.me)] : pending_.back().first;
+    return pending_.peer() < 0 ? a_.peers[static_cast<size_t>(a_.me)] : pending_.peer();
   }
 
  private:
+  // What MPI reads and writes.
+  struct Messages {
+    std::shared_ptr<void> data;
+    std::vector<std::byte> received, sent;
+  };
+
   std::byte* at(size_t element) const { return static_cast<std::byte*>(a_.data) + element * size_of(a_.dtype); }
   static size_t elements(const Move& move) { return move.end - move.begin; }
   // Received into memory of its own, and not where it belongs.
@@ -43,18 +53,18 @@ class Exchange final : public Allreduce {
       for (const Move& move : step.receives) in += wire_.nbytes(elements(move));
     if (wire_.rounds())
       for (const Move& move : step.sends) out += wire_.nbytes(elements(move));
-    if (received_.size() < in) received_.resize(in);
-    if (sent_.size() < out) sent_.resize(out);
+    if (messages_->received.size() < in) messages_->received.resize(in);
+    if (messages_->sent.size() < out) messages_->sent.resize(out);
 
     // Receives are tested last: they take longest, and then the sends have gone, too.
-    std::byte* place = received_.data();
+    std::byte* place = messages_->received.data();
     for (const Move& move : step.receives) {
       const size_t nbytes = wire_.nbytes(elements(move));
       const int peer = a_.peers[static_cast<size_t>(move.peer)];
-      pending_.emplace_back(peer, a_.channel.receive(buffered(step) ? place : at(move.begin), nbytes, peer, a_.tag));
+      pending_.add(a_.channel.receive(buffered(step) ? place : at(move.begin), nbytes, peer, a_.tag), peer);
       place += nbytes;
     }
-    place = sent_.data();
+    place = messages_->sent.data();
     for (const Move& move : step.sends) {
       const size_t nbytes = wire_.nbytes(elements(move));
       const int peer = a_.peers[static_cast<size_t>(move.peer)];
@@ -64,7 +74,7 @@ class Exchange final : public Allreduce {
         data = place;
         place += nbytes;
       }
-      pending_.emplace_back(peer, a_.channel.send(data, nbytes, peer, a_.tag));
+      pending_.add(a_.channel.send(data, nbytes, peer, a_.tag), peer);
     }
     posted_ = true;
   }
@@ -73,7 +83,7 @@ class Exchange final : public Allreduce {
   void take(const Step& step) {
     if (!buffered(step) || step.receives.empty()) return;
     std::vector<std::pair<int, const std::byte*>> parts;
-    const std::byte* place = received_.data();
+    const std::byte* place = messages_->received.data();
     for (const Move& move : step.receives) {
       if (!step.adds) wire_.decode(place, at(move.begin), elements(move));
       parts.emplace_back(move.peer, place);
@@ -96,9 +106,8 @@ class Exchange final : public Allreduce {
   Schedule schedule_;
   size_t step_ = 0;
   bool posted_ = false;
-  std::vector<std::pair<int, RequestPtr>> pending_;
-  std::vector<std::byte> received_;
-  std::vector<std::byte> sent_;
+  std::shared_ptr<Messages> messages_;
+  Pending pending_;
 };
 
 }  // namespace
@@ -106,7 +115,7 @@ class Exchange final : public Allreduce {
 std::unique_ptr<Allreduce> make_allreduce(Algorithm algorithm, const AllreduceArgs& args) {
   constexpr Schedule (*schedules[])(int, int, size_t) = {recursive_doubling, rabenseifner, ring, pairwise};
   const auto p = static_cast<int>(args.peers.size());
-  return std::make_unique<Exchange>(args, schedules[static_cast<size_t>(algorithm)](p, args.me, args.count));
+  return std::make_unique<ScheduleRunner>(args, schedules[static_cast<size_t>(algorithm)](p, args.me, args.count));
 }
 
 }  // namespace keras_hpc

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/failure.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "common/index.hpp"
+
+namespace keras_hpc {
+namespace {
+
+// A rank that fails often has a reason that this one is about to find, too, and can tell better. And what a rank has
+// sent before it left arrives within this time.
+constexpr double kGraceSeconds = 2;
+
+}  // namespace
+
+thread_local void (*check_interrupt)() = nullptr;
+
+// ---- this rank
+
+void Failure::set(std::exception_ptr error) {
+  int culprit = -1;
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& e) {
+    culprit = e.culprit;
+  } catch (...) {  // not of the engine
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    if (is_set()) return;
+    error_ = std::move(error);
+    set_.store(true, std::memory_order_release);
+  }
+  tell(Fate::failed, culprit < 0 ? topology_.rank : culprit);
+}
+
+void Failure::leave() {
+  tell(Fate::left, topology_.rank);
+}
+
+void Failure::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!is_set())
+      error_ =
+          std::make_exception_ptr(Error("This team is closed: keras_hpc.finalize() was called, or the team was "
+                                        "closed or freed, while another thread still used it."));
+    set_.store(true, std::memory_order_release);
+  }
+  leave();
+}
+
+void Failure::tell(Fate fate, int culprit) {
+  Bell& mine = bells_[topology_.local_rank];
+  Fate present = Fate::present;
+  if (mine.fate.load(std::memory_order_relaxed) == present) mine.culprit.store(culprit, std::memory_order_relaxed);
+  // Whoever has failed stays so when it leaves: that says more.
+  mine.fate.compare_exchange_strong(present, fate, std::memory_order_seq_cst);
+  // The error is known to the node before this rank's caller uses its memory again.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int r = 0; r < topology_.local_size(); ++r) bells_[r].ring();
+}
+
+void Failure::rethrow() const {
+  const std::lock_guard lock(mutex_);
+  std::rethrow_exception(error_);
+}
+
+// ---- the others
+
+bool Failure::all_present() const {
+  for (int r = 0; r < topology_.local_size(); ++r)
+    if (bells_[r].fate.load(std::memory_order_relaxed) != Fate::present) return false;
+  return true;
+}
+
+const Bell* Failure::bell_of(int rank) const {
+  const auto& local = topology_.local_ranks();
+  const auto found = std::find(local.begin(), local.end(), rank);
+  return found == local.end() ? nullptr : bells_ + (found - local.begin());
+}
+
+bool Failure::has_died(int rank) const {
+  const Bell* bell = bell_of(rank);
+  return bell != nullptr && bell->fate == Fate::present && has_ended(bell->process);
+}
+
+// A rank has failed: whose fault it is, in words.
+std::string Failure::blame(int rank, int& culprit) const {
+  int messenger = rank;
+  const auto failed = [this](int r) {
+    const Bell* bell = bell_of(r);
+    return bell != nullptr && bell->fate.load(std::memory_order_acquire) == Fate::failed;
+  };
+  // Who has given up because of another rank says which. At most as many steps as there are ranks: two may blame each
+  // other.
+  for (int steps = 0; steps < topology_.local_size() && failed(rank); ++steps) {
+    const int next = bell_of(rank)->culprit.load(std::memory_order_relaxed);
+    if (next == rank) break;
+    messenger = rank;
+    if (next == topology_.rank) {
+      culprit = rank;
+      return "rank " + std::to_string(rank) + " has given up waiting for this rank.";
+    }
+    rank = next;
+  }
+  culprit = rank;
+  const std::string name = "rank " + std::to_string(rank);
+  if (failed(rank)) return name + " met an error, which it tells of itself.";
+  const Bell* bell = bell_of(rank);
+  if (has_died(rank)) return "the process of " + name + " has ended.";
+  if (bell != nullptr && bell->fate == Fate::left) return name + " has already left the job.";
+  return "rank " + std::to_string(messenger) + " has given up waiting for " + name + ".";
+}
+
+void Failure::throw_if_neighbour_failed() const {
+  for (int r = 0; r < topology_.local_size(); ++r) {
+    if (r == topology_.local_rank || bells_[r].fate.load(std::memory_order_acquire) != Fate::failed) continue;
+    int culprit = -1;
+    const std::string text = blame(topology_.local_ranks()[at(r)], culprit);
+    throw Error("Rank " + std::to_string(topology_.rank) + " cannot go on: " + text, culprit);
+  }
+}
+
+void Lookout::examine(const Awaited& awaited, bool due) {
+  if (due && check_interrupt != nullptr) check_interrupt();
+  const Topology& topology = failure_->topology_;
+  std::vector<int> missing = awaited.missing();
+  const bool certain = !missing.empty();
+  if (!certain) missing = topology.local_ranks();
+  std::string text;
+  int culprit = -1;
+  for (const int rank : missing) {
+    const Bell* bell = failure_->bell_of(rank);
+    if (rank == topology.rank || bell == nullptr) continue;
+    if (bell->fate == Fate::left)
+      text = "rank " + std::to_string(rank) +
+             " has already left the job (it called finalize or reached the end of its script) while this rank waits "
+             "for it. Do all ranks run the same number of steps, and make the same calls?";
+    else if (due && failure_->has_died(rank))
+      text = "the process of rank " + std::to_string(rank) + " has ended, and this rank waits for it.";
+    else
+      continue;
+    culprit = rank;
+    break;
+  }
+  if (!text.empty()) {
+    absent_since_ = std::min(absent_since_, Clock::now());
+    if (certain || seconds_since(absent_since_) > kGraceSeconds) throw Error(awaited.name() + ": " + text, culprit);
+  }
+  if (seconds_since(begin_) < kGraceSeconds) return;
+  for (const int rank : topology.local_ranks())
+    if (rank != topology.rank && failure_->bell_of(rank)->fate.load(std::memory_order_acquire) == Fate::failed) {
+      text = failure_->blame(rank, culprit);
+      throw Error(awaited.name() + ": " + text, culprit);
+    }
+}
+
+}  // namespace keras_hpc

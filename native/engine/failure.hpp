@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a team ends before its time: the first error of this rank, and what became of the other ranks of the node.
+//
+// A rank that fails, leaves or closes the team writes so into its bell, where its neighbours see it: at once if they
+// wait for that rank in particular. An error is the team's: whatever is asked of the team later raises it again. It
+// names the rank that failed first, and not the one that was first to lose its patience with it.
+#pragma once
+#include <atomic>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "common/error.hpp"
+#include "common/waiting.hpp"
+#include "engine/activity.hpp"
+#include "transport/topology.hpp"
+
+namespace keras_hpc {
+
+class Failure {
+ public:
+  // `bells`: one for each rank of the node.
+  Failure(const Topology& topology, Bell* bells) : topology_(topology), bells_(bells) {}
+
+  // This rank has failed; the first error stays. Tells the node.
+  void set(std::exception_ptr error);
+  // This rank has no more work for the team. Tells the node.
+  void leave();
+  // The same, and whatever is asked of the team from now on is an error.
+  void close();
+
+  bool is_set() const { return set_.load(std::memory_order_acquire); }
+  void throw_if_set() const {
+    if (is_set()) rethrow();
+  }
+  // Throws if another rank of the node has failed. What was read before from memory of other ranks' callers is to be
+  // trusted only if it does not: they write there again once they have got an error.
+  void throw_if_neighbour_failed() const;
+
+ private:
+  friend class Lookout;
+  [[noreturn]] void rethrow() const;
+  void tell(Fate fate, int culprit);
+  bool all_present() const;
+  const Bell* bell_of(int rank) const;  // null: on another node
+  bool has_died(int rank) const;
+  std::string blame(int rank, int& culprit) const;
+
+  const Topology& topology_;
+  Bell* bells_;  // [local rank]
+  std::atomic<bool> set_{false};
+  mutable std::mutex mutex_;
+  std::exception_ptr error_;
+};
+
+// What a rank waits for.
+class Awaited {
+ public:
+  virtual ~Awaited() = default;
+  virtual std::string name() const = 0;
+  // Ranks that have not done their part, for certain; none: it is not known who.
+  virtual std::vector<int> missing() const = 0;
+  virtual bool is_outside() const { return false; }  // something of another node, which rings no bell
+  virtual Stall stall() const = 0;
+};
+
+// What one wait looks out for, beside what it waits for: an error of its own team, ranks of the node that have failed,
+// left or died, and Ctrl-C.
+class Lookout {
+ public:
+  explicit Lookout(const Failure& failure) : failure_(&failure) {}
+
+  // Throws if there is no use in waiting any longer.
+  void look(const Awaited& awaited) {
+    failure_->throw_if_set();
+    const bool due = seconds_since(looked_at_) > slice_seconds;
+    if (!due && failure_->all_present()) return;
+    if (due) looked_at_ = Clock::now();
+    examine(awaited, due);
+  }
+
+ private:
+  static constexpr double slice_seconds = 0.9;  // less than a thread sleeps, so that each sleep ends with a look
+  void examine(const Awaited& awaited, bool due);
+
+  const Failure* failure_;
+  Clock::time_point begin_ = Clock::now();
+  Clock::time_point looked_at_ = begin_;
+  Clock::time_point absent_since_ = Clock::time_point::max();  // a rank that may be the one that is awaited
+};
+
+// What a thread is to do about once a second while it waits, or null. It throws Interrupted to end the wait.
+extern thread_local void (*check_interrupt)();
+
+}  // namespace keras_hpc
