@@ -15,7 +15,7 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native examples/c -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak test-oldest test-mpi gan3d largebatch bench bench-hosts bench-peers lint format clean
+.PHONY: help demo test sanitize soak test-oldest test-mpi gan3d largebatch bench bench-hosts bench-peers lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -26,6 +26,9 @@ demo: $(VENV)/stamp-demo  ## train a CNN on real digits on 1 rank and on 2; char
 # Two files at a time: many tests wait for time limits. Tests that share a job keep together: tests/conftest.py.
 test: $(VENV)/stamp-test  ## all tests, ranks started by mpiexec included
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope $(PYTEST_ARGS)
+
+sanitize: $(VENV)/stamp-test  ## the engine under ThreadSanitizer, and with MPI under AddressSanitizer; an hour
+	$(BIN)/python -m pytest -m soak tests/test_sanitizer.py $(PYTEST_ARGS)
 
 soak: $(VENV)/stamp-test  ## the tests that `make test` leaves out because they take long
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)

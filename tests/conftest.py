@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -71,9 +71,10 @@ def _tail(text: str, limit: int = 12_000) -> str:
 def run_ranks() -> RunRanks:
     """A function that starts ranks, waits for them, and fails the test with their output if anything is amiss.
 
-    `run_ranks(n, args, timeout=120, env=None, backend="tensorflow", expect_failure=False, mpi=True, lean=True)`
-    runs `python args...` on `n` ranks (`mpi=False`: one process without mpiexec; `lean=False`: with all that is
-    installed) and returns a `launch.Run`.
+    `run_ranks(n, args, timeout=120, env=None, backend="tensorflow", expect_failure=False, mpi=True, lean=True)` runs
+    `python args...` on `n` ranks (`mpi=False`: one process without mpiexec; `lean=False`: with all that is installed)
+    and returns a `launch.Run`. What is in `before` stands before it in each rank's command; `python=False`: the
+    arguments are the whole command.
     """
 
     def run(
@@ -86,9 +87,11 @@ def run_ranks() -> RunRanks:
         expect_failure: bool = False,
         mpi: bool = True,
         lean: bool = True,
+        before: Sequence[str] = (),
+        python: bool = True,
         **options: Path,
     ) -> Run:
-        command = [sys.executable, *map(str, args)]
+        command = [*before, *[sys.executable] * python, *map(str, args)]
         # Examples and benchmarks draw charts, and show that it works with all that is installed.
         lean = lean and not (args[0] == "-m" and str(args[1]).startswith(("examples", "benchmarks")))
         environment = child_environment(backend, env, lean)

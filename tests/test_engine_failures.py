@@ -1,4 +1,4 @@
-"""The engine with ranks as threads: programs that live on after an error, close while others wait, fork, are stopped."""
+"""The engine with ranks as threads: programs that live on after errors, close while others wait, fork, are stopped."""
 
 import contextlib
 import os

@@ -186,14 +186,19 @@ def _exchange(world: World, text: str) -> list[str]:
 
 def cores_of_node(world: World) -> int:
     """Collective: the number of cores that the ranks of this node may use together."""
-    cores = np.zeros(1024, dtype=np.uint8)
+    group = _native.control_group()  # of a container, or a batch job
+    cores = np.zeros(8192, dtype=np.uint8)
     cores[[core for core in os.sched_getaffinity(0) if core < cores.size]] = 1
+    allowed = np.array([group.cores, group.cores_of])
     if world.comm is None:
-        return int(cores.sum())
+        return max(1, int(min(cores.sum(), group.cores)))
     everyone = np.empty((world.size, cores.size), dtype=np.uint8)
     world.comm.Allgather(cores, everyone)
+    all_allowed = np.empty((world.size, 2))
+    world.comm.Allgather(allowed, all_allowed)
     mine = [rank for rank in range(world.size) if world.node_of_rank[rank] == world.node]
-    return int(np.count_nonzero(everyone[mine].any(axis=0)))
+    quota = sum({of: quota for quota, of in all_allowed[mine].tolist()}.values())
+    return max(1, int(min(np.count_nonzero(everyone[mine].any(axis=0)), quota)))
 
 
 def threads_per_team(world: World, asked: int | Literal["auto"], cores: int, *, needs_thread: bool) -> int:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which network module MPICH starts over: its default, UCX, does not get through Slurm's pmi2."""
+"""What MPICH must be told before it starts.
+
+Its default network, UCX, does not get through Slurm's pmi2; and in containers it would read the memory of other
+processes than it means.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,10 @@ _EXPORT = "export " + " ".join(f"{name}={value}" for name, value in _OFI.items()
 # where memory is full of zeros they shrink and fit, and with a framework loaded they do not. OFI's take some 20 bytes.
 _REASON = "the UCX addresses of this MPICH do not fit into the lines that Slurm's pmi2 reads"
 _chosen = False
+# Ranks of one host read each other's memory by the number of the process (process_vm_readv). In containers that have
+# name spaces of processes of their own, numbers mean other processes: MPICH fails, or reads what is not the message.
+_CMA = "MPIR_CVAR_CH4_CMA_ENABLE"
+_NAME_SPACE_OF_HOST = 0xEFFFFFFC  # the kernel's constant
 
 
 def import_mpi() -> Any:
@@ -32,6 +40,16 @@ def import_mpi() -> Any:
     Raises:
         ImportError, RuntimeError: mpi4py finds no MPI library.
     """
+    if _CMA in os.environ or os.stat("/proc/self/ns/pid").st_ino == _NAME_SPACE_OF_HOST:
+        return _import_over_network()
+    os.environ[_CMA] = "0"
+    try:
+        return _import_over_network()
+    finally:  # MPI has read it
+        del os.environ[_CMA]
+
+
+def _import_over_network() -> Any:
     global _chosen
     if not _meets_pmi2() or _setting() or not mpi4py.rc.initialize:
         from mpi4py import MPI

@@ -7,14 +7,6 @@
 #include "common/index.hpp"
 
 namespace keras_hpc {
-namespace {
-
-// A rank that fails often has a reason that this one is about to find, too, and can tell better. And what a rank has
-// sent before it left arrives within this time.
-constexpr double kGraceSeconds = 2;
-
-}  // namespace
-
 thread_local void (*check_interrupt)() = nullptr;
 
 // ---- this rank
@@ -148,9 +140,10 @@ void Lookout::examine(const Awaited& awaited, bool due) {
   }
   if (!text.empty()) {
     absent_since_ = std::min(absent_since_, Clock::now());
-    if (certain || seconds_since(absent_since_) > kGraceSeconds) throw Error(awaited.name() + ": " + text, culprit);
+    if (certain || seconds_since(absent_since_) > failure_->grace_seconds_)
+      throw Error(awaited.name() + ": " + text, culprit);
   }
-  if (seconds_since(begin_) < kGraceSeconds) return;
+  if (seconds_since(begin_) < failure_->grace_seconds_) return;
   for (const int rank : topology.local_ranks())
     if (rank != topology.rank && failure_->bell_of(rank)->fate.load(std::memory_order_acquire) == Fate::failed) {
       text = failure_->blame(rank, culprit);

@@ -20,8 +20,10 @@ namespace keras_hpc {
 
 class Failure {
  public:
-  // `bells`: one for each rank of the node.
-  Failure(const Topology& topology, Bell* bells) : topology_(topology), bells_(bells) {}
+  // `bells`: one for each rank of the node. A rank that fails often has a reason that this one is about to find, too,
+  // and can tell better; and what a rank has sent before it left arrives a little later: both within `grace_seconds`.
+  Failure(const Topology& topology, Bell* bells, double grace_seconds)
+      : topology_(topology), bells_(bells), grace_seconds_(grace_seconds) {}
 
   // This rank has failed; the first error stays. Tells the node.
   void set(std::exception_ptr error);
@@ -49,6 +51,7 @@ class Failure {
 
   const Topology& topology_;
   Bell* bells_;  // [local rank]
+  const double grace_seconds_;
   std::atomic<bool> set_{false};
   mutable std::mutex mutex_;
   std::exception_ptr error_;

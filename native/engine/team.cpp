@@ -81,11 +81,12 @@ Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& 
       control_(transport_->open_channel()),
       activity_(options.stall_seconds) {
   Pending::free_finished();  // of teams before that have failed
+  transport_->set_time_limit(options.timeout_seconds);
   const auto local = at(topology().local_size());
   bells_ = transport_->open_segment(*control_, local * (sizeof(Bell) + sizeof(Seat)));
   auto* bells = reinterpret_cast<Bell*>(bells_->data());
   bells[topology().local_rank].process = ProcessId::mine();
-  failure_.emplace(topology(), bells);
+  failure_.emplace(topology(), bells, options.grace_seconds);
   context_ = {number, &topology(), bells, {}, options_.timeout_seconds, options_.stall_seconds, &activity_, &*failure_};
   const Patience fitting = find_patience();  // collective
   context_.patience = options_.patience.value_or(fitting);
@@ -104,6 +105,11 @@ Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& 
     join_threads();
     throw error;
   }
+}
+
+void Team::set_time_limit(double seconds) {
+  context_.timeout_seconds = options_.timeout_seconds = seconds;
+  transport_->set_time_limit(seconds);
 }
 
 Team::~Team() {
@@ -171,6 +177,20 @@ void Team::withdraw(const char* why) {
 
 // ---- plans
 
+// Makes something in shared memory. Where that fails, it fails on all ranks, and the team goes on; unless a rank never
+// comes.
+template <class F>
+auto Team::sharing(F&& f) -> decltype(f()) {
+  const std::lock_guard lock(control_mutex_);
+  failure_->throw_if_set();
+  try {
+    return f();
+  } catch (const Timeout&) {
+    fail(std::current_exception());
+    throw;
+  }
+}
+
 std::shared_ptr<Plan> Team::make_plan(const std::string& name, const std::vector<TensorSpec>& tensors, Op op,
                                       bool weighted, std::optional<DType> wire, bool in_segment) {
   if (tensors.empty()) throw Error("Plan '" + name + "' has no tensors.");
@@ -181,10 +201,10 @@ std::shared_ptr<Plan> Team::make_plan(const std::string& name, const std::vector
     items.push_back(tensor.name + ": " + std::to_string(tensor.count) + " x " + name_of(tensor.dtype));
   agree("The tensors of plan '" + name + "'", items);
   const auto algorithm_for = [this](size_t nbytes) { return allreduce_->algorithm_for(nbytes, true); };
-  const std::lock_guard control(control_mutex_);
-  auto plan =
-      std::make_shared<Plan>(context_, next_plan_++, name, tensors, op, weighted, static_cast<int>(lanes_.size()), wire,
-                             in_segment, algorithm_for, *transport_, *control_);
+  const auto plan = sharing([&] {
+    return std::make_shared<Plan>(context_, next_plan_++, name, tensors, op, weighted, static_cast<int>(lanes_.size()),
+                                  wire, in_segment, algorithm_for, *transport_, *control_);
+  });
   const std::lock_guard lock(plans_mutex_);
   plans_.push_back(plan);
   plan_count_.store(plans_.size(), std::memory_order_release);
@@ -197,9 +217,7 @@ std::shared_ptr<Pipeline> Team::make_pipeline(Plan& plan) {
 }
 
 std::shared_ptr<Area> Team::make_area(size_t nbytes) {
-  failure_->throw_if_set();
-  const std::lock_guard lock(control_mutex_);
-  return allreduce_->make_area(*control_, nbytes);
+  return sharing([&] { return allreduce_->make_area(*control_, nbytes); });
 }
 
 void Team::end_plan(Plan& plan) {

@@ -27,6 +27,7 @@ struct TeamOptions {
   double timeout_seconds = 300;
   double stall_seconds = 30;         // a warning when a wait takes longer
   std::optional<Patience> patience;  // none: what fits the ranks and cores of the node
+  double grace_seconds = 2;          // see Failure
 };
 
 struct TeamReport {
@@ -61,6 +62,8 @@ class Team {
   const Topology& topology() const { return transport_->topology(); }
   int number() const { return context_.number; }
   int threads() const { return options_.threads; }
+  // Of waits that begin from now on. Not while others wait.
+  void set_time_limit(double seconds);
 
   // Collective; throws PlanMismatch on every rank if the lists differ. The plan lives until end_plan, or as long as the
   // team. Between nodes, float32 is rounded to the 16 bits of `wire`, if given. With `in_segment` the tensors live in
@@ -147,6 +150,8 @@ class Team {
   void fail(std::exception_ptr error);
   void withdraw(const char* why);
   void join_threads();
+  template <class F>
+  auto sharing(F&& f) -> decltype(f());
   template <class F>
   void in_turn(F&& collective);
   void wait_for_collective(Pending& pending, const char* what);

@@ -20,8 +20,8 @@
 namespace keras_hpc {
 namespace {
 
-// Seconds that making a segment may take: all ranks are inside the same call.
-constexpr double kSegmentSeconds = 60;
+// Seconds that finding the nodes may take: all ranks are inside the same call.
+constexpr double kNodesSeconds = 60;
 
 int checked_count(size_t nbytes) {
   if (nbytes > INT_MAX) throw Error("A message of " + std::to_string(nbytes) + " bytes is too large for MPI.");
@@ -108,7 +108,7 @@ struct Descriptor {
 
 // Collective: the numbers of all ranks.
 using Numbers = std::vector<int64_t>;
-Numbers gather(Channel& channel, size_t ranks, const Numbers& mine) {
+Numbers gather(Channel& channel, size_t ranks, const Numbers& mine, double time_limit) {
   struct Message {
     Numbers mine, all;
   };
@@ -118,8 +118,8 @@ Numbers gather(Channel& channel, size_t ranks, const Numbers& mine) {
                                 std::vector<size_t>(ranks, mine.size() * sizeof(int64_t))));
   const auto begin = Clock::now();
   while (!pending.test()) {
-    if (seconds_since(begin) > kSegmentSeconds)
-      throw Timeout("Waited " + std::to_string(static_cast<int>(kSegmentSeconds)) +
+    if (seconds_since(begin) > time_limit)
+      throw Timeout("Waited " + std::to_string(static_cast<int>(time_limit)) +
                     " s for the other ranks in making shared memory: not every rank arrived.");
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
@@ -148,7 +148,7 @@ class MpiTransport final : public Transport {
       }
     }
     const auto ranks = static_cast<size_t>(topology().size);
-    const Numbers offers = gather(channel, ranks, {offer.pid, offer.descriptor});
+    const Numbers offers = gather(channel, ranks, {offer.pid, offer.descriptor}, time_limit());
     void* data = nullptr;
     if (error.empty()) {
       const auto leader = 2 * static_cast<size_t>(topology().local_ranks()[0]);
@@ -163,7 +163,7 @@ class MpiTransport final : public Transport {
         error = e.what();
       }
     }
-    const Numbers mapped = gather(channel, ranks, {data != nullptr});
+    const Numbers mapped = gather(channel, ranks, {data != nullptr}, time_limit());
     for (size_t r = 0; r < mapped.size(); ++r) {
       if (mapped[r]) continue;
       if (data != nullptr) unmap_shared_file(data, nbytes);
@@ -202,7 +202,7 @@ std::vector<int> nodes_that_share_memory(const mpi::Communicator& communicator, 
   std::random_device random;
   const auto number = static_cast<int64_t>((static_cast<uint64_t>(random()) << 32) ^ random());
   const bool written = file.fd >= 0 && pwrite(file.fd, &number, sizeof number, 0) == sizeof number;
-  const Numbers offers = gather(channel, ranks, {getpid(), written ? file.fd : -1, number});
+  const Numbers offers = gather(channel, ranks, {getpid(), written ? file.fd : -1, number}, kNodesSeconds);
   const auto can_reach = [&](size_t rank) {
     if (rank == me) return true;
     const int64_t* offer = offers.data() + 3 * rank;
@@ -217,7 +217,7 @@ std::vector<int> nodes_that_share_memory(const mpi::Communicator& communicator, 
     for (size_t r = ranks; r-- > 0;)
       if (node_of_rank[r] < 0) first[host_of_rank[r]] = r;
     const bool joins = node_of_rank[me] < 0 && can_reach(first[host_of_rank[me]]);
-    const Numbers joined = gather(channel, ranks, {joins});
+    const Numbers joined = gather(channel, ranks, {joins}, kNodesSeconds);
     for (size_t r = 0; r < ranks; ++r)
       if (joined[r]) node_of_rank[r] = static_cast<int>(first[host_of_rank[r]]);
   }

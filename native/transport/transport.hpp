@@ -46,6 +46,8 @@ class Transport {
  public:
   virtual ~Transport() = default;
   const Topology& topology() const { return topology_; }
+  // Of waits for other ranks, in making segments.
+  void set_time_limit(double seconds) { time_limit_ = seconds; }
 
   // Collective.
   virtual std::unique_ptr<Channel> open_channel() = 0;
@@ -55,9 +57,11 @@ class Transport {
 
  protected:
   explicit Transport(Topology topology) : topology_(std::move(topology)) {}
+  double time_limit() const { return time_limit_; }
 
  private:
   Topology topology_;
+  double time_limit_ = 60;
 };
 
 }  // namespace keras_hpc

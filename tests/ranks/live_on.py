@@ -1,0 +1,133 @@
+"""Ranks with a team of the engine, one of which fails: `live_on.py HOW`. See test_living_on.py."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+
+from keras_hpc import _native
+from keras_hpc.job import launch
+
+how = sys.argv[1]
+world = launch.connect(None)  # before MPI is imported: in containers it starts in another way
+comm, rank, size = world.comm, world.rank, world.size
+
+
+def say(text):
+    sys.stdout.write(f"rank {rank}: {text}\n")
+    sys.stdout.flush()
+
+
+def team_with(timeout, threads=0, nodes=None):
+    world.node_of_rank = nodes or world.node_of_rank
+    team = _native.Team(world.transport(), 0, threads, timeout, 30.0)
+    for place, way in (("network", "pairwise"), ("private", "staged")):
+        team.add_choice(place, 0, 2**62, way)
+    return team
+
+
+def late_message(delay):
+    """Rank 0 gives up while messages are on their way into the middle of an array; then they arrive."""
+    team = team_with(0.7 if rank == 0 else 4.0, nodes=[0, 1])
+    other = comm.bcast(os.getpid(), root=1)
+    x = np.full(16_000_000, rank + 1, np.float32)
+    comm.Barrier()
+    if rank == 0:
+        threading.Timer(delay, os.kill, (other, signal.SIGSTOP)).start()
+        try:
+            team.allreduce(x.view(np.uint8), "float32", "sum")
+            say("got its sum before")
+        except _native.Error as error:
+            say(f"gave up: {error}")
+            x[:] = -7
+        time.sleep(max(0.0, delay))
+        os.kill(other, signal.SIGCONT)
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            comm.Iprobe()  # as any call of a program, it lets MPI go on
+            time.sleep(0.001)
+        assert np.all(x == -7) or np.all(x == 3)
+        say("its memory is its own")
+    else:
+        try:
+            team.allreduce(x.view(np.uint8), "float32", "sum")
+            assert np.all(x == 3)
+        except _native.Error as error:
+            say(f"heard: {error}")
+    comm.Barrier()
+
+
+def killed(what, threads):
+    """The last rank dies in the middle of a step."""
+    team = team_with(40.0, threads)
+    plan = team.plan("p", [("a", "float32", 500_000)], "sum", False)
+    x = np.ones(500_000, np.float32).view(np.uint8)
+    plan.start(0, x)
+    plan.wait(0)
+    comm.Barrier()
+    if rank == size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        if what == "plan":
+            plan.start(0, x)
+            plan.wait(0)
+        elif what == "call":
+            team.allreduce(x, "float32", "sum")
+        else:
+            team.broadcast(x, size - 1)
+        say("got a result of a rank that is dead")
+    except _native.Error as error:
+        say(f"after {time.monotonic() - begin:.1f} s: {error}")
+
+
+def forked():
+    """A child that ends as Python programs do, with all that its parent has: it is no rank."""
+    import keras_hpc
+
+    keras_hpc.init(timeout_seconds=20)
+    x = np.ones(1000, np.float32)
+    assert np.all(keras_hpc.allreduce(x, "sum") == size)
+    space = keras_hpc.empty(1000, "float32")
+    space[:] = rank
+    if rank == 1:
+        child = os.fork()
+        if child == 0:
+            assert np.all(space == rank)
+            sys.exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert np.all(keras_hpc.allreduce(x, "sum") == size)
+    keras_hpc.allreduce(space, "sum", out=space)
+    assert np.all(space == size * (size - 1) / 2)
+    say("went on")
+    keras_hpc.finalize()
+
+
+def apart():
+    """Containers: ranks of one host that do not see each other's processes."""
+    team = team_with(20.0)
+    x = np.full(1_000_000, rank + 1, np.float32)
+    team.allreduce(x.view(np.uint8), "float32", "sum")
+    assert np.all(x == size * (size + 1) / 2)
+    plan = team.plan("p", [("a", "float32", 1_000_000)], "mean", True)
+    plan.start(0, x.view(np.uint8), 1.0)
+    plan.wait(0)
+    comm.Barrier()
+    say(f"nodes {world.node_of_rank}, process {os.getpid()}")
+    team.close()
+
+
+if how == "late-message":
+    late_message(float(sys.argv[2]))
+elif how == "killed":
+    killed(sys.argv[2], int(sys.argv[3]))
+elif how == "forked":
+    forked()
+    sys.exit(0)
+else:
+    apart()
+sys.stdout.flush()
+os._exit(0)  # what was given up may never end

@@ -1,0 +1,56 @@
+"""Builds programs of tests/native with the engine's own sources under a sanitizer of the compiler."""
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from launch import MPIEXEC, ROOT
+
+MPICC = MPIEXEC.parent / "mpicc"
+NOT_ALONE = ("c_api.cpp", "stopwatch.cpp")  # of the engine, where there is no MPI
+
+
+def build(folder: Path, program: str, sanitizers: str, *, mpi: bool = False) -> Path:
+    """Compiles tests/native/`program`.cpp and the engine; two files at a time."""
+    native = ROOT / "native"
+    sources = [ROOT / "tests" / "native" / f"{program}.cpp"]
+    for part in ("common", "algorithms", "engine", "transport", "mpi"):
+        sources += (native / part).glob("*.cpp")
+    if not mpi:
+        sources = [s for s in sources if s.name not in (*NOT_ALONE, "library.cpp", "mpi_transport.cpp")]
+    flags = ["-std=c++17", "-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-pthread"]
+    flags += ["-fopenmp-simd", "-ffp-contract=off", "-Wno-tsan", f"-I{native}", f"-I{native / 'include'}"]
+    links = ["-ldl"]
+    if mpi:
+        shown = subprocess.run([MPICC, "-show"], check=True, capture_output=True, text=True).stdout.split()[1:]
+        flags += [word for word in shown if word.startswith("-I")]
+        links += [word for word in shown if not word.startswith("-I")]
+
+    def compiled(source: Path) -> Path:
+        target = folder / f"{source.parent.name}-{source.stem}.o"
+        subprocess.run(["g++", *flags, "-c", "-o", target, source], check=True, timeout=280)
+        return target
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compiled, sources))
+    binary = folder / program
+    subprocess.run(["g++", *flags, "-o", binary, *objects, *links], check=True, timeout=280)
+    return binary
+
+
+def has_compiler() -> bool:
+    """Returns whether programs can be built here."""
+    return shutil.which("g++") is not None
+
+
+def options() -> dict[str, str]:
+    """The environment of a program under a sanitizer: the first finding ends it."""
+    return {
+        "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
+        # Leaks are not looked for: MPI keeps memory, and so does the engine for what MPI may still write to.
+        "ASAN_OPTIONS": "halt_on_error=1:exitcode=66:detect_leaks=0:quarantine_size_mb=64",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "PATH": os.environ["PATH"],
+    }

@@ -1,0 +1,62 @@
+"""The engine over MPI: programs in which a rank fails and the others live on, and ranks in containers."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sanitizer
+from launch import ROOT, child_environment, launch
+
+pytestmark = pytest.mark.mpi
+
+SCRIPT = ROOT / "tests" / "ranks" / "live_on.py"
+# The launcher ends a job when one of its processes is killed: it shall not know.
+SURVIVOR = ["sh", "-c", '"$@"; sleep 6', "sh"]
+
+
+def can_unshare():
+    return subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("delay", [0.02, 0.08])
+def test_messages_that_come_after_an_error_change_nothing(run_ranks, delay):
+    done = run_ranks(2, [SCRIPT, "late-message", str(delay)], backend="jax")
+    assert "rank 0: its memory is its own" in done.output
+
+
+@pytest.mark.parametrize(("what", "threads"), [("plan", 0), ("plan", 1), ("call", 0), ("broadcast", 0)])
+def test_a_process_that_has_died_is_noticed_natively(what, threads):
+    command = [*SURVIVOR, sys.executable, str(SCRIPT), "killed", what, str(threads)]
+    done = launch(3, command, timeout=60, env=child_environment("jax", lean=True))
+    told = re.findall(r"^rank (\d): after ([\d.]+) s: .*[Tt]he process of rank 2 has ended", done.output, re.MULTILINE)
+    assert sorted(rank for rank, _ in told) == ["0", "1"], done.output
+    assert all(float(seconds) < 8 for _, seconds in told), done.output
+
+
+def test_a_forked_child_that_ends_does_no_harm(run_ranks):
+    done = run_ranks(2, [SCRIPT, "forked"], backend="jax")
+    assert done.output.count("went on") == 2, done.output
+
+
+@pytest.mark.skipif(not can_unshare(), reason="needs root, for unshare")
+@pytest.mark.parametrize("own_proc", [False, True], ids=["the host's /proc", "a /proc of its own"])
+def test_ranks_that_do_not_see_each_others_processes_are_two_nodes(run_ranks, own_proc):
+    apart = ["unshare", "--pid", "--fork", "--kill-child", *(["--mount-proc"] if own_proc else [])]
+    done = run_ranks(2, [SCRIPT, "apart"], backend="jax", before=apart)
+    assert done.output.count("nodes [0, 1], process 1") == 2, done.output
+    assert "nodes [0, 0]" in run_ranks(2, [SCRIPT, "apart"], backend="jax").output
+
+
+@pytest.mark.skipif(not sanitizer.MPICC.exists(), reason="needs mpicc")
+def test_the_c_interface_looks_at_what_it_is_given(run_ranks, tmp_path):
+    from keras_hpc import _native
+
+    program, package = tmp_path / "c_interface", Path(_native.__file__).parent
+    source = ROOT / "tests" / "native" / "c_interface.c"
+    links = [f"-L{package}", "-lkeras_hpc", "-lpthread", "-lm", f"-Wl,-rpath,{package}"]
+    command = [sanitizer.MPICC, "-Wall", "-Werror", "-o", program, source, f"-I{ROOT / 'native' / 'include'}", *links]
+    subprocess.run(command, check=True, timeout=120)
+    done = run_ranks(2, [program], backend="jax", python=False)
+    assert done.output.count("as expected") == 2, done.output
