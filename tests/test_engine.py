@@ -1,5 +1,7 @@
 """The engine with ranks as threads: every algorithm, 1 to 16 ranks, any shape of nodes, against NumPy in float64."""
 
+import ctypes
+import platform
 import threading
 
 import numpy as np
@@ -346,3 +348,63 @@ def test_many_steps_leave_nothing_behind():
 
     run([0, 0], work)
     assert threading.active_count() == before
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="sets a register of that processor")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 1]], ids=str)
+def test_denormals_count_on_threads_that_take_them_for_zero(nodes, dtype):
+    """TensorFlow and XLA set it so on their threads, which may come to reduce."""
+    small = {"float16": 3e-5, "bfloat16": 1e-39, "float32": 1e-39}[dtype]
+    x = np.full(100, small, np.float64).astype(DTYPES[dtype])
+    libm = ctypes.CDLL("libm.so.6")
+
+    def work(team, rank):
+        results = [x.copy(), x.copy()]
+        plan = team.plan("p", [("a", dtype, 100)], "sum", False, "float16" if dtype == "float32" else "")
+        environment = (ctypes.c_uint32 * 8)()
+        libm.fegetenv(environment)
+        environment[7] |= 0x8040  # of the last word, MXCSR
+        libm.fesetenv(environment)
+        try:
+            plan.start(0, as_bytes(results[0]))
+            plan.wait(0)
+            team.allreduce(as_bytes(results[1]), dtype, "sum")
+        finally:
+            environment[7] &= ~0x8040
+            libm.fesetenv(environment)
+        return [result.tobytes() for result in results]
+
+    # As float16 on the wire such a float32 is none.
+    plan_sum = x * 0 if dtype == "float32" and nodes == [0, 1] else x + x
+    assert run(nodes, work, 0) == [[plan_sum.tobytes(), (x + x).tobytes()]] * 2
+
+
+def test_a_weighted_mean_has_the_bits_of_numpy():
+    """Multiplied, rounded, added, rounded: also where a processor could do it with one rounding."""
+    weights = [3.0, 1.0, 7.0]
+    factors = [np.float32(weight / sum(weights)) for weight in weights]
+
+    def work(team, rank):
+        x = np.random.default_rng(rank).normal(size=50_000).astype(np.float32)
+        reduce_plan(team, [x], ["float32"], "mean", True, weights[rank])
+        return x.tobytes()
+
+    a, b, c = (np.random.default_rng(r).normal(size=50_000).astype(np.float32) for r in range(3))
+    want = (a * factors[0] + b * factors[1]) + c * factors[2]
+    assert set(run([0, 0, 0], work)) == {want.tobytes()}
+
+
+def test_every_float16_is_read_and_written_right():
+    bits = np.arange(2**16, dtype=np.uint16)
+    every = bits.view(np.float16)
+
+    def work(team, rank):
+        x = every.copy() if rank == 0 else np.zeros_like(every)
+        team.allreduce(as_bytes(x), "float16", "sum")
+        return x
+
+    for x in run([0, 0], work, 0):
+        nan = np.isnan(every)
+        np.testing.assert_array_equal(x[~nan], every[~nan] + np.float16(0))
+        assert np.isnan(x[nan]).all()

@@ -40,13 +40,20 @@ def import_mpi() -> Any:
     Raises:
         ImportError, RuntimeError: mpi4py finds no MPI library.
     """
-    if _CMA in os.environ or os.stat("/proc/self/ns/pid").st_ino == _NAME_SPACE_OF_HOST:
+    if _CMA in os.environ or not _has_own_processes():
         return _import_over_network()
     os.environ[_CMA] = "0"
     try:
         return _import_over_network()
     finally:  # MPI has read it
         del os.environ[_CMA]
+
+
+def _has_own_processes() -> bool:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino != _NAME_SPACE_OF_HOST
+    except OSError:
+        return False
 
 
 def _import_over_network() -> Any:

@@ -49,11 +49,17 @@ def run(arguments: argparse.Namespace) -> int:
     keras_hpc.init()
     job = current.job()
     team = job.teams[0]
-    about_me = {"host": platform.node(), "cores": sorted(os.sched_getaffinity(0)), "threads": _compute_threads()}
+    about_me = {
+        "host": platform.node(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "threads": _compute_threads(),
+        "limits": _limits(_native.control_group()),
+    }
     everyone = team.allgather_object(about_me, "what doctor knows of the ranks")
     communication = _communication(job, arguments.parameters)
     measured = _measure(job, arguments.parameters)
     slow = network_probe.slow_links(measured["links"]) + network_probe.slow_ranks(measured["compute_ms"])
+    communication["limits"] = _of_ranks([me["limits"] for me in everyone])
     lines = [
         "installation",
         *_table(_versions()),
@@ -216,9 +222,41 @@ def _hints(job: Job, everyone: list[dict[str, Any]]) -> list[str]:
                 f"{want} compute threads share {len(cores)} cores on node {node}: unset OMP_NUM_THREADS and "
                 "TF_NUM_INTRAOP_THREADS, so that init() gives each rank its share"
             )
+    hosts = [
+        {me["host"] for me, at in zip(everyone, job.node_of_rank, strict=True) if at == node}
+        for node in range(len(per_node))
+    ]
+    for host in sorted(set.union(*hosts)):
+        nodes = [node for node, names in enumerate(hosts) if host in names]
+        if len(nodes) > 1:
+            hints.append(
+                f"the ranks of {host} count as {len(nodes)} nodes, because they cannot share memory: containers with "
+                "name spaces of processes of their own? Start them in one container, or with the host's (--pid=host)"
+            )
     if len(set(per_node)) > 1:
         hints.append(f"nodes have different numbers of ranks: only {min(per_node)} of each node reduce")
     return hints
+
+
+def _limits(group: Any) -> str:
+    """What the control groups of this process allow it, in words."""
+    limits = []
+    if group.memory_limit < 2**64 - 1:
+        left, limit = (f"{nbytes / 2**20:,.0f} MiB" for nbytes in (group.memory_left, group.memory_limit))
+        limits.append(f"memory {left} left of {limit} (memory.max)")
+    if group.cores != float("inf"):
+        limits.append(f"{group.cores:g} cores (cpu.max)")
+    return ", ".join(limits) or "none by control groups, as containers and batch jobs have them"
+
+
+def _of_ranks(texts: list[str]) -> str:
+    """A text of each rank, those that are equal once."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks_of.setdefault(text, []).append(rank)
+    if len(ranks_of) == 1:
+        return texts[0]
+    return "; ".join(f"rank {_ranges(ranks)}: {text}" for text, ranks in ranks_of.items())
 
 
 def _compute_threads() -> int:

@@ -125,7 +125,6 @@ class Completion {
   // `updates`, if given, gets the number of updates of the plan's step.
   Completion(const Api* api, std::string error, int plan = 0, int32_t* updates = nullptr)
       : api_(api), error_(std::move(error)), plan_(plan), updates_(updates) {
-    if (api->struct_size < sizeof(Api)) throw std::runtime_error("This jaxlib is too old: it has no futures.");
     CreateFuture arguments = {sizeof arguments, nullptr, nullptr};
     if (api_->create_future(&arguments)) throw std::runtime_error("XLA could not create a future.");
     future_ = arguments.future;
@@ -296,7 +295,10 @@ Error* call(CallFrame* frame) {
     return nullptr;
   }
   try {
-    if (frame->struct_size < sizeof(CallFrame)) throw std::runtime_error("This jaxlib is too old: it has no futures.");
+    // Not by struct_size: what XLA writes there leaves out the last member of some structures.
+    const Version& has = frame->api->version;
+    if (has.major_version == kMajorVersion && has.minor_version < kMinorVersion)
+      throw std::runtime_error("This jaxlib is older than 0.5.0: it has no futures for what runs beside a program.");
     handler(*frame);
     return nullptr;
   } catch (const std::exception& error) {
