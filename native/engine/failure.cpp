@@ -119,29 +119,31 @@ void Failure::throw_if_neighbour_failed() const {
 void Lookout::examine(const Awaited& awaited, bool due) {
   if (due && check_interrupt != nullptr) check_interrupt();
   const Topology& topology = failure_->topology_;
-  std::vector<int> missing = awaited.missing();
-  const bool certain = !missing.empty();
-  if (!certain) missing = topology.local_ranks();
+  const std::vector<int> missing = awaited.missing();
+  const auto is_in = [](const std::vector<int>& ranks, int rank) {
+    return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+  };
   std::string text;
   int culprit = -1;
-  for (const int rank : missing) {
-    const Bell* bell = failure_->bell_of(rank);
-    if (rank == topology.rank || bell == nullptr) continue;
-    if (bell->fate == Fate::left)
+  for (const int rank : topology.local_ranks()) {
+    if (rank == topology.rank) continue;
+    const bool certain = is_in(missing, rank);
+    const bool has_left = failure_->bell_of(rank)->fate == Fate::left;
+    if (has_left && (certain || missing.empty()))
       text = "rank " + std::to_string(rank) +
              " has already left the job (it called finalize or reached the end of its script) while this rank waits "
              "for it. Do all ranks run the same number of steps, and make the same calls?";
-    else if (due && failure_->has_died(rank))
+    else if (due && failure_->has_died(rank))  // also where another one is missing: that one may wait for this one
       text = "the process of rank " + std::to_string(rank) + " has ended, and this rank waits for it.";
     else
       continue;
     culprit = rank;
-    break;
+    // It may have done its part just before.
+    if (certain && is_in(awaited.missing(), rank)) throw Error(awaited.name() + ": " + text, culprit);
   }
   if (!text.empty()) {
     absent_since_ = std::min(absent_since_, Clock::now());
-    if (certain || seconds_since(absent_since_) > failure_->grace_seconds_)
-      throw Error(awaited.name() + ": " + text, culprit);
+    if (seconds_since(absent_since_) > failure_->grace_seconds_) throw Error(awaited.name() + ": " + text, culprit);
   }
   if (seconds_since(begin_) < failure_->grace_seconds_) return;
   for (const int rank : topology.local_ranks())

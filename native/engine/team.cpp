@@ -126,6 +126,7 @@ void Team::close() {
 }
 
 void Team::join_threads() {
+  const std::lock_guard lock(closing_mutex_);
   stopping_ = true;
   context_.my_bell().ring();
   for (auto& lane : lanes_)

@@ -179,6 +179,7 @@ class Team {
   std::mutex async_mutex_;
   std::vector<AsyncWait> async_;
   std::atomic<bool> stopping_{false};
+  std::mutex closing_mutex_;
   const int fork_depth_ = fork_depth();
   std::atomic<double> exposed_seconds_{0};
   std::atomic<double> progress_seconds_{0};
