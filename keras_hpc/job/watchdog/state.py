@@ -139,7 +139,7 @@ class Place:
         return GONE if born != self.born or letter in "ZXx" else letter
 
 
-def _stat(pid: int) -> tuple[str, str]:
+def _stat(pid: int | str) -> tuple[str, str]:
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError:
