@@ -40,6 +40,8 @@ def test_a_forked_child_that_ends_does_no_harm(run_ranks):
     assert done.output.count("went on") == 2, done.output
 
 
+# In one of some runs MPICH (UCX) is ended by a signal after all has been said: not in `make test` until that is known.
+@pytest.mark.soak
 @pytest.mark.skipif(not can_unshare(), reason="needs root, for unshare")
 @pytest.mark.parametrize("own_proc", [False, True], ids=["the host's /proc", "a /proc of its own"])
 def test_ranks_that_do_not_see_each_others_processes_are_two_nodes(run_ranks, own_proc):
