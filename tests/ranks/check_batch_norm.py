@@ -8,7 +8,7 @@ from keras_cases import BATCH, assert_like_one_rank, data, enough_on, values
 
 import keras_hpc
 
-RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
+RANKS = {"jax": (2,), "torch": (2,)}
 SOAK = {"tensorflow": (2,), "torch": (2,)}
 TOLERANCE = 1e-5
 

@@ -10,7 +10,8 @@ from mpi4py import MPI
 import keras_hpc
 from keras_hpc.job import current
 
-RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2, 3)}
+RANKS = {"torch": (2, 3)}
+SOAK = {"tensorflow": (2,), "jax": (2,)}
 
 world = MPI.COMM_WORLD
 rank, size = world.rank, world.size
