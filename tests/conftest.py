@@ -59,6 +59,7 @@ class ByJob(LoadScopeScheduling):
         super()._assign_work_unit(node)
 
 
+@pytest.hookimpl(optionalhook=True)  # the ranks of a check run without pytest-xdist
 def pytest_xdist_make_scheduler(config, log):
     return ByJob(config, log)
 

@@ -89,9 +89,12 @@ def _run(kind, paths, run_ranks, folder):
     """Runs check files in one job. Returns the ranks' logs, and what was amiss."""
     limit = sum(_settings(path)["TIMEOUT"] for path in paths)
     args = [FOLDER / "run_check.py", max(_settings(path)["TIMEOUT"] for path in paths) - 10, folder, *paths]
+    env = dict(kind.env)
+    if any('importorskip("tensorflow")' in path.read_text() for path in paths):
+        env["TESTS_TENSORFLOW"] = "1"
     amiss = ""
     try:
-        run_ranks(kind.n, args, timeout=limit, backend=kind.backend, env=dict(kind.env))
+        run_ranks(kind.n, args, timeout=limit, backend=kind.backend, env=env)
     except pytest.fail.Exception as failure:
         amiss = str(failure)
     return [log.read_text(errors="replace") for log in sorted(folder.glob("rank*.txt"))], amiss

@@ -1,5 +1,6 @@
 """Runs every block of code that the READMEs and the API page show."""
 
+import functools
 import os
 import re
 import sys
@@ -42,6 +43,31 @@ def _blocks():
                 yield pytest.param(page, language, code, id=f"{page}: block {number}")
 
 
+def _job_of(page):
+    """A script that runs all snippets of a page, each as if in a script of its own: frameworks start once for them."""
+    snippets = [block.values[2] for block in _blocks() if block.values[:2] == (page, "python")]
+    return f"""
+import keras_hpc
+for code in {[PREAMBLE + code for code in snippets]!r}:
+    exec(code, {{"__name__": "__main__"}})
+    keras_hpc.finalize()
+    print("RAN", code[{len(PREAMBLE)}:])
+"""
+
+
+@pytest.fixture(scope="module")
+def snippets(tmp_path_factory):
+    """A function that returns how the job of a page's snippets ended."""
+
+    @functools.cache
+    def done(page):
+        folder = tmp_path_factory.mktemp("snippets")
+        (folder / "train.py").write_text(_job_of(page))
+        return _run("mpiexec -n 2 python train.py", folder, "jax", lean=True)
+
+    return done
+
+
 def _run(command, folder, backend, lean):
     path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     env = child_environment(backend, path, lean)
@@ -49,12 +75,16 @@ def _run(command, folder, backend, lean):
 
 
 @pytest.mark.parametrize(("page", "language", "code"), _blocks())
-def test_block(page, language, code, tmp_path):
+def test_block(page, language, code, tmp_path, snippets):
     folder = tmp_path
+    if language == "python" and page != "README.md":
+        done = snippets(page)
+        assert f"RAN {code}" in done.output, done.output
+        assert done.returncode == 0, done.output
+        return
     if language == "python":
-        whole = "keras_hpc.init()" in code
-        (tmp_path / "train.py").write_text(code if whole else PREAMBLE + code)
-        command = "python train.py" if whole else "mpiexec -n 2 python train.py"
+        (tmp_path / "train.py").write_text(code)
+        command = "python train.py"
     elif code.startswith("make "):
         # What `make test` is running right now cannot be run by it: see that the target exists.
         folder, command = ROOT, code.replace("make ", "make --dry-run ")
@@ -67,8 +97,8 @@ def test_block(page, language, code, tmp_path):
             (tmp_path / name).symlink_to(ROOT / name)
         command = code
     # What does not say on which backend it runs, does so where it takes least.
-    # With all that is installed: the first page, and the examples, which draw.
-    lean = page.startswith("docs/")
+    # With all that is installed: the script of the first page, and the examples, which draw.
+    lean = page.startswith("docs/") or (page == "README.md" and code.startswith("mpiexec"))
     done = _run(
         command, folder, {"docs": "jax", "examples/cnn": "torch"}.get(str(Path(page).parent), "tensorflow"), lean
     )

@@ -1,12 +1,17 @@
 """Python of ranks that have what a user's job needs, and nothing else: for them the rest is not installed.
 
-Keras, TensorFlow and PyTorch import scikit-learn, matplotlib and JAX wherever they can, and that is up to half of the
-time in which a rank starts.
+Keras, TensorFlow and PyTorch import scikit-learn, matplotlib and each other wherever they can: up to half of
+the time in which a rank starts. TESTS_TENSORFLOW=1: ranks of another backend have TensorFlow, too.
 """
 
 import os
 import sys
 
-HIDDEN = ["sklearn", "matplotlib"] + (["jax"] if os.environ.get("KERAS_BACKEND") in ("tensorflow", "torch") else [])
-for name in HIDDEN:
+backend = os.environ.get("KERAS_BACKEND")
+hidden = ["sklearn", "matplotlib"]
+if backend in ("tensorflow", "torch"):
+    hidden.append("jax")
+if backend in ("jax", "torch") and not os.environ.get("TESTS_TENSORFLOW"):
+    hidden.append("tensorflow")
+for name in hidden:
     sys.modules[name] = None  # where Python looks first, whoever asks

@@ -4,12 +4,12 @@
 import keras
 import numpy as np
 import pytest
-from keras_cases import BATCH, assert_like_one_rank, data, enough_on, values
+from keras_cases import BATCH, assert_like_one_rank, data, enough, enough_on, on_one_rank, values
 
 import keras_hpc
 
-RANKS = {"jax": (2,), "torch": (2,)}
-SOAK = {"tensorflow": (2,), "torch": (2,)}
+RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
+SOAK = {"tensorflow": (2,), "jax": (2,)}
 TOLERANCE = 1e-5
 
 
@@ -65,9 +65,9 @@ def far_from_zero():
     return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3, activation="softmax")])
 
 
-NETWORKS = [images, *(pytest.param(n, marks=enough_on("jax")) for n in (vectors, sequences, shared, far_from_zero))]
+NETWORKS = [vectors, *enough([images, sequences, shared, far_from_zero], "torch")]
 if keras.backend.backend() != "jax":  # which has no float64 unless the whole program asks for it
-    NETWORKS.append(pytest.param(doubles, marks=enough_on("torch")))
+    NETWORKS += enough([doubles], "torch")
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -92,6 +92,7 @@ def test_like_one_rank(network):
     assert_like_one_rank(make, train, 3e-4 if lossy else TOLERANCE)
 
 
+@enough_on("jax", "torch")
 def test_a_rank_without_samples_keeps_up():
     x, y = data(samples=BATCH + 1)  # a sample for one rank in the second step
 
@@ -107,6 +108,7 @@ def test_a_rank_without_samples_keeps_up():
     assert_like_one_rank(make, train, TOLERANCE)
 
 
+@enough_on("jax", "torch")
 def test_moments_of_a_pipelined_team_are_of_this_step():
     x, y = data()
     keras.utils.set_random_seed(3)
@@ -116,12 +118,15 @@ def test_moments_of_a_pipelined_team_are_of_this_step():
     keras_hpc.assign_team(model, 1)
     keras_hpc.configure_team(1, schedule="pipelined")
     model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
-    with keras_hpc.local():
-        alone = images()
-        alone.compile(keras.optimizers.SGD(0.0), "sparse_categorical_crossentropy")
-        alone.set_weights(before)
-        alone.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
-    for ours, theirs in zip(values(model), values(alone), strict=True):
+
+    def alone():
+        other = images()
+        other.compile(keras.optimizers.SGD(0.0), "sparse_categorical_crossentropy")
+        other.set_weights(before)
+        other.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+        return values(other)
+
+    for ours, theirs in zip(values(model), on_one_rank(alone), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -135,9 +140,12 @@ def test_gradient_through_the_moments():
     x = rng.normal(size=(12, 2)).astype("float32") + 2
     y = rng.normal(size=(12, 1)).astype("float32")
     model.set_weights(weights)
-    with keras_hpc.local():
+
+    def one_step():
         model.train_on_batch(x, y)
-        alone = values(model)
+        return values(model)
+
+    alone = on_one_rank(one_step)
     model.set_weights(weights)
     mine = np.array_split(np.arange(12), keras_hpc.size())[keras_hpc.rank()]
     model.train_on_batch(x[mine], y[mine])

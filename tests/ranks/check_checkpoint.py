@@ -141,7 +141,7 @@ def test_arrays_with_validation_and_plateau(folder):
 
 
 @only_on("jax", "torch")
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_a_pipelined_team(folder):
     def before():
         keras_hpc.configure_team(0, schedule="pipelined", synchronous_steps=3, cooldown_steps=4)

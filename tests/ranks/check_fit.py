@@ -4,7 +4,19 @@
 import keras
 import numpy as np
 import pytest
-from keras_cases import BATCH, Parts, assert_identical, assert_like_one_rank, data, dense, enough_on, job, values
+from keras_cases import (
+    BATCH,
+    Parts,
+    assert_identical,
+    assert_like_one_rank,
+    data,
+    dense,
+    enough,
+    enough_on,
+    job,
+    on_one_rank,
+    values,
+)
 
 import keras_hpc
 from keras_hpc.job import current
@@ -74,13 +86,11 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
     OPTIMIZERS["multi_accumulation"] = lambda: _multi(gradient_accumulation_steps=2)
 
 
-# What these do, the others do, too.
-SIMPLE = ("clipnorm", "clipvalue", "decay", "loss_scale_factor", "dynamic_scale", "accumulation", "multi")
+# What the others do, these do, too.
+EVERYWHERE = [name for name in ("dynamic_scale_accumulation", "ema") if name in OPTIMIZERS]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=enough_on("torch")) if name in SIMPLE else name for name in OPTIMIZERS]
-)
+@pytest.mark.parametrize("name", [*EVERYWHERE, *enough([n for n in OPTIMIZERS if n not in EVERYWHERE], "torch")])
 def test_optimizers(name):
     assert_like_one_rank(compiled(OPTIMIZERS[name], metrics=["accuracy"]), fit(data()))
 
@@ -98,7 +108,7 @@ def test_history_validation_and_evaluate():
     assert_like_one_rank(compiled(metrics=metrics), train)
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight", "sum_over_batch_size"])
+@pytest.mark.parametrize("reduction", ["mean_with_sample_weight", *enough(["sum", "sum_over_batch_size"], "torch")])
 def test_loss_reductions_with_sample_weight(reduction):
     x, y = data()
     weight = np.linspace(0, 2, len(x)).astype("float32")
@@ -107,6 +117,7 @@ def test_loss_reductions_with_sample_weight(reduction):
     assert_like_one_rank(make, fit((x, y, weight)), tolerance=1e-5)
 
 
+@enough_on("torch")
 def test_masked_loss():
     random = np.random.default_rng(0)
     x = random.integers(1, 9, size=(61, 7)).astype("int32")
@@ -122,6 +133,7 @@ def test_masked_loss():
     assert_like_one_rank(compiled(model=model), fit((x, y)), tolerance=1e-5)
 
 
+@enough_on("torch")
 def test_class_weight():
     x, y = data()
 
@@ -133,6 +145,7 @@ def test_class_weight():
     assert_like_one_rank(compiled(), train)
 
 
+@enough_on("tensorflow", "torch")
 def test_several_inputs_and_outputs():
     x, y = data()
 
@@ -197,18 +210,26 @@ def test_subclassed_and_unbuilt():
         made.compile(optimizer=keras.optimizers.SGD(0.1), loss="sparse_categorical_crossentropy")
         return made
 
-    with keras_hpc.local():
-        reference = make()
-        expected = fit((x, y))(reference, True)
+    def alone():
+        model = make()
+        return fit((x, y))(model, True), values(model)
+
+    expected, weights = on_one_rank(alone)
     ours = make()
     received = fit((x, y))(ours, False)
     assert_identical(values(ours))
-    for a, b in zip(values(ours), values(reference), strict=True):
+    for a, b in zip(values(ours), weights, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=3e-6)
     np.testing.assert_allclose(received["loss"], expected["loss"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"steps_per_execution": 3}, {"run_eagerly": True}], ids=["steps", "eager"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"steps_per_execution": 3}, id="steps"),
+        pytest.param({"run_eagerly": True}, id="eager", marks=enough_on("tensorflow", "torch")),
+    ],
+)
 def test_compile_options(options):
     if "steps_per_execution" in options and keras.backend.backend() == "torch":
         pytest.skip("Keras refuses several steps per execution on PyTorch")
@@ -219,6 +240,7 @@ def test_compile_options(options):
     assert_like_one_rank(compiled(**options), train)
 
 
+@enough_on("tensorflow", "torch")
 def test_sparse_embedding_with_adam():
     random = np.random.default_rng(3)
     x = random.integers(0, 5, size=(61, 4)).astype("int32")  # few rows, so that each is hit many times in a batch
@@ -233,6 +255,7 @@ def test_sparse_embedding_with_adam():
     assert_like_one_rank(compiled(lambda: keras.optimizers.Adam(0.01), model=model), fit((x, y)), tolerance=1e-5)
 
 
+@enough_on("jax", "torch")
 def test_mixed_float16():
     """Ranks differ from one rank by no more than one rank does from itself when it computes the batch in parts."""
     x, y = data(samples=7 * BATCH)
@@ -248,12 +271,11 @@ def test_mixed_float16():
     def alone(parts):
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=parts if parts > 1 else None)
         made = compiled(lambda: optimizer, model=model)()
-        with keras_hpc.local():
-            made.fit(x, y, batch_size=BATCH // parts, epochs=3, shuffle=False, verbose=0)
+        made.fit(x, y, batch_size=BATCH // parts, epochs=3, shuffle=False, verbose=0)
         return values(made)
 
-    whole = alone(1)
-    differences = [max(np.abs(a - b).max() for a, b in zip(whole, alone(parts), strict=True)) for parts in (2, 4)]
+    whole, *others = on_one_rank(lambda: [alone(parts) for parts in (1, 2, 4)])
+    differences = [max(np.abs(a - b).max() for a, b in zip(whole, other, strict=True)) for other in others]
     assert 0 < max(differences) < 0.01
 
     def train(model, whole):

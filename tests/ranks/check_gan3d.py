@@ -112,6 +112,7 @@ def test_generated_showers_depend_on_energy_and_seed():
     assert noise.std() == pytest.approx(0.5, rel=0.05)
 
 
+@enough_on()
 def test_each_step_trains_one_network(job):
     model = gan()
     x, y, sums = batch()

@@ -2,7 +2,7 @@
 
 import os
 
-RANKS = {"tensorflow": (1, 3)}
+RANKS = {"torch": (1, 3)}
 
 
 def test_ranks_are_one_job():

@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 import keras_hpc
 
-RANKS = {"torch": (3,)}
-SOAK = {"jax": (3,)}
+RANKS = {"jax": (3,)}
+SOAK = {"torch": (3,)}
 ENV = {"MPIR_CVAR_NUM_CLIQUES": "2"}
 
 

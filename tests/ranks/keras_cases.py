@@ -19,6 +19,11 @@ def enough_on(*backends):
     return pytest.mark.skipif(not everywhere, reason="finds nothing more on this backend")
 
 
+def enough(cases, *backends):
+    """Returns cases for `parametrize` that find nothing more on other backends."""
+    return [pytest.param(case, marks=enough_on(*backends)) for case in cases]
+
+
 def job():
     from keras_hpc.job import current
 
@@ -82,6 +87,20 @@ def assert_close(ours, reference, tolerance=TOLERANCE):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
 
 
+def on_one_rank(compute):
+    """Returns on all ranks what `compute()`, on rank 0 alone, returns: arrays, numbers, structures of them. Collective.
+
+    It is what ranks are compared with, and need not be computed on each of them. Layers are counted from zero after it,
+    because Keras names them by their number, and the others have made none.
+    """
+    result = None
+    if job().rank == 0:
+        with keras_hpc.local():
+            result = compute()
+    keras.src.utils.naming.reset_uids()
+    return keras_hpc.broadcast_object(result)
+
+
 def assert_like_one_rank(make, train, tolerance=TOLERANCE):
     """Trains on all ranks and on one rank alone; weights must agree, and be the same bits on every rank.
 
@@ -89,15 +108,18 @@ def assert_like_one_rank(make, train, tolerance=TOLERANCE):
         make: returns a compiled model. Ranks other than 0 start from other weights, which must not matter.
         train: called with the model and `whole`; what it returns must agree too.
     """
-    with keras_hpc.local():
-        reference = make()
-        expected = train(reference, True)
+
+    def alone():
+        model = make()
+        return train(model, True), values(model)
+
+    expected, weights = on_one_rank(alone)
     model = make()
     if job().rank > 0:
         model.set_weights([v + 0.1 if np.issubdtype(v.dtype, np.floating) else v for v in model.get_weights()])
     received = train(model, False)
     assert_identical(values(model))
-    assert_close(values(model), values(reference), tolerance)
+    assert_close(values(model), weights, tolerance)
     if expected is not None:
         keras.tree.map_structure(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), received, expected

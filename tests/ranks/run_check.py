@@ -13,8 +13,11 @@ rank = os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or o
 log = os.open(Path(folder) / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 os.dup2(log, 1)
 os.dup2(log, 2)
-# A rank that hangs shows where, shortly before the launcher's own limit ends the job.
-options = ["-x", "-v", "--durations=40", "-p", "no:cacheprovider", f"--timeout={seconds}", "--tb=short"]
+# A rank that hangs shows where, shortly before the launcher's own limit ends the job. Of pytest's plugins only the one
+# that does it: another imports for seconds, on every rank.
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+options = ["-p", "pytest_timeout", f"--timeout={seconds}"]
+options += ["-x", "-v", "--durations=0", "--durations-min=0.3", "-p", "no:cacheprovider", "--tb=short"]
 # Folders of its own: ranks that share them remove those of earlier runs at the same time, and trip over each other.
 options.append(f"--basetemp={folder}/folders{rank}")
 os.execv(sys.executable, [sys.executable, "-m", "mpi4py", "-m", "pytest", *options, *checks])
