@@ -93,9 +93,9 @@ def run_ranks() -> RunRanks:
         **options: Path,
     ) -> Run:
         command = [*before, *[sys.executable] * python, *map(str, args)]
-        # Examples and benchmarks draw charts, and show that it works with all that is installed.
-        lean = lean and not (args[0] == "-m" and str(args[1]).startswith(("examples", "benchmarks")))
         environment = child_environment(backend, env, lean)
+        if args[0] == "-m" and str(args[1]).startswith(("examples", "benchmarks")):
+            environment["TESTS_EXAMPLES"] = "1"
         done = launch(n, command, timeout=timeout, env=environment, mpi=mpi, **options)
         report = f"{n} ranks, {backend}: {' '.join(map(str, args))}\n{_tail(done.output)}"
         if done.returncode is None:

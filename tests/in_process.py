@@ -70,7 +70,7 @@ def as_bytes(array):
 def data_of(rank, counts, dtypes, step=0):
     rng = np.random.default_rng(1000 * step + rank)
     return [
-        (rng.integers(-50, 50, n) if "int" in dtype else rng.normal(size=n)).astype(DTYPES[dtype])
+        (rng.integers(-50, 50, n) if "int" in dtype else rng.standard_normal(n, np.float32)).astype(DTYPES[dtype])
         for n, dtype in zip(counts, dtypes, strict=True)
     ]
 

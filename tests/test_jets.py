@@ -75,7 +75,7 @@ def test_the_set_in_the_repository():
 
 @pytest.mark.mpi
 def test_two_ranks_learn(run_ranks, tmp_path):
-    args = ["-m", "examples.cnn.hep_cnn", "--epochs", "3", "--filters", "16", "--out", tmp_path]
+    args = ["-m", "examples.cnn.hep_cnn", "--epochs", "2", "--filters", "8", "--out", tmp_path]
     run_ranks(2, args, backend="torch", timeout=200)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["ranks"] == 2

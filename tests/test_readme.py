@@ -70,7 +70,7 @@ def snippets(tmp_path_factory):
 
 def _run(command, folder, backend, lean):
     path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    env = child_environment(backend, path, lean)
+    env = child_environment(backend, path, lean) | {"TESTS_EXAMPLES": "1"}
     return launch(1, ["bash", "-c", command], timeout=240, env=env, cwd=folder, mpi=False)
 
 
@@ -97,8 +97,8 @@ def test_block(page, language, code, tmp_path, snippets):
             (tmp_path / name).symlink_to(ROOT / name)
         command = code
     # What does not say on which backend it runs, does so where it takes least.
-    # With all that is installed: the script of the first page, and the examples, which draw.
-    lean = page.startswith("docs/") or (page == "README.md" and code.startswith("mpiexec"))
+    # The script of the first page once with all that is installed.
+    lean = language == "bash"
     done = _run(
         command, folder, {"docs": "jax", "examples/cnn": "torch"}.get(str(Path(page).parent), "tensorflow"), lean
     )
