@@ -99,9 +99,10 @@ def test_block(page, language, code, tmp_path, snippets):
     # What does not say on which backend it runs, does so where it takes least.
     # The script of the first page once with all that is installed.
     lean = language == "bash"
-    done = _run(
-        command, folder, {"docs": "jax", "examples/cnn": "torch"}.get(str(Path(page).parent), "tensorflow"), lean
-    )
+    backend = {"docs": "jax", "examples/cnn": "torch"}.get(str(Path(page).parent), "tensorflow")
+    if said := re.search(r"--backend (\w+)", command):
+        backend = said[1]
+    done = _run(command, folder, backend, lean)
     assert done.returncode == 0, done.output
     assert done.leaked_processes == ()
 
