@@ -18,6 +18,7 @@ when it traces, over steps; then each rank adds its part n_r / sum(n_r) of a ste
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from typing import Any, TypeGuard
 
@@ -155,10 +156,11 @@ def find_sums(model: Any, adapter: Any) -> None:
         )
         return
     found = []
+    options = {"training": True} if "training" in inspect.signature(model.call).parameters else {}
     for x in (rows, keras.tree.map_structure(lambda a: np.concatenate([a, a]), rows)):
         values = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
         with current.local():
-            *_, losses = model.stateless_call(*values, x, training=True, return_losses=True)
+            *_, losses = model.stateless_call(*values, x, return_losses=True, **options)
         found.append(losses)
     for number, (once, twice) in enumerate(zip(*found, strict=True)):
         if len(once.shape) > 0:

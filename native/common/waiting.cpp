@@ -25,6 +25,10 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
 void Bell::ring() {
   // Pairs with the fence of Sleeper.
   std::atomic_thread_fence(std::memory_order_seq_cst);
+  wake();
+}
+
+void Bell::wake() {
   if (sleepers.load(std::memory_order_seq_cst) == 0) return;
   rings.fetch_add(1, std::memory_order_seq_cst);
   futex(rings, FUTEX_WAKE, INT_MAX, nullptr);

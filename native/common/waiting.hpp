@@ -39,6 +39,8 @@ struct alignas(128) Bell {
   ProcessId process;  // written before the team's first barrier
 
   void ring();
+  // The same, for who has just made a sequentially consistent store of what others may wait for.
+  void wake();
   // Sleeps until the next ring after `seen` (a value of `rings`), at most `seconds`.
   void sleep(uint32_t seen, double seconds);
 };

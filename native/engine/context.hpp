@@ -3,8 +3,10 @@
 #pragma once
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "common/waiting.hpp"
+#include "engine/active_plans.hpp"
 #include "engine/activity.hpp"
 #include "engine/failure.hpp"
 #include "transport/topology.hpp"
@@ -20,11 +22,17 @@ struct TeamContext {
   double stall_seconds = 30;
   Activity* activity = nullptr;
   Failure* failure = nullptr;
+  std::vector<ActivePlans*> active_plans;  // one per lane
 
   void ring_node() const {
-    for (int r = 0; r < topology->local_size(); ++r)
-      if (r != topology->local_rank) bells[r].ring();
-    my_bell().ring();  // a thread of this rank may wait, too
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // see Bell::ring
+    wake(topology->local_size());
+  }
+  // The first `ranks` of the node; after a sequentially consistent store.
+  void wake(int ranks) const {
+    for (int r = 0; r < ranks; ++r)
+      if (r != topology->local_rank) bells[r].wake();
+    my_bell().wake();  // a thread of this rank may wait, too
   }
   Bell& my_bell() const { return bells[topology->local_rank]; }
 };

@@ -68,9 +68,9 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
 // ---- the execution, from the threads of the framework
 
 bool Plan::start(int tensor, void* data, double weight) {
-  if (!active_.load(std::memory_order_acquire)) {
+  if (phase_.load(std::memory_order_acquire) != Phase::active) {
     const std::lock_guard lock(mutex_);
-    if (!active_.load(std::memory_order_relaxed)) begin(weight);
+    if (phase_.load(std::memory_order_relaxed) != Phase::active) begin(weight);
   }
   State idle = State::idle;
   if (!states_[at(tensor)].compare_exchange_strong(idle, State::started, std::memory_order_acq_rel))
@@ -100,7 +100,11 @@ void Plan::begin(double weight) {
   began_at_.store(Clock::now(), std::memory_order_relaxed);
   note_complete(began_at_);
   step_.fetch_add(1, std::memory_order_seq_cst);
-  active_.store(true, std::memory_order_release);
+  // In this order: a lane that has taken it from the list does not find it over, and drop it.
+  phase_.store(Phase::beginning, std::memory_order_release);
+  if (topology_.size > 1)
+    for (ActivePlans* lane : team_.active_plans) lane->add(this);
+  phase_.store(Phase::active, std::memory_order_release);
 }
 
 void Plan::check_started(int tensor) const {
@@ -131,7 +135,7 @@ void Plan::release(int tensor) {
   states_[at(tensor)].store(State::finished, std::memory_order_release);
   if (finished_.fetch_add(1, std::memory_order_acq_rel) + 1 < layout_.tensor_count()) return;
   totals_.count(tensor_bytes_, std::chrono::duration<double>(complete_at_.load() - began_at_.load()).count());
-  active_.store(false, std::memory_order_release);
+  phase_.store(Phase::over, std::memory_order_release);
 }
 
 // ---- a lane's work, from whichever thread holds it
@@ -196,8 +200,11 @@ bool Plan::reduce_next(LaneState& lane, Channel& channel) {
          wire_.value_or(bucket.dtype), op_, network_tag(static_cast<int>(next.number % kInFlight)),
          in_segment_ ? std::shared_ptr<void>(lane.sums) : memory_->segment()});
   lane.operations.push_back({next.number, std::move(operation), Clock::now()});
-  lane.in_flight.store(static_cast<int>(lane.operations.size()), std::memory_order_relaxed);
   return true;
+}
+
+bool Plan::uses_network(int lane) const {
+  return !lanes_[at(lane)].operations.empty() || lanes_[at(lane)].header_exchange != nullptr;
 }
 
 bool Plan::drive_network(LaneState& lane) {
@@ -212,7 +219,6 @@ bool Plan::drive_network(LaneState& lane) {
   while (!lane.operations.empty() && !lane.operations.front().operation) {
     memory_->raise(Stage::reduced, lane.number, ++lane.published);
     lane.operations.pop_front();
-    lane.in_flight.store(static_cast<int>(lane.operations.size()), std::memory_order_relaxed);
     advanced = true;
   }
   return advanced;
@@ -260,11 +266,9 @@ bool Plan::know_weights(LaneState& lane, uint64_t step, Channel& channel) {
           make_allreduce(Algorithm::recursive_doubling,
                          {channel, topology_.peers_of_slice(topology_.local_rank), topology_.node, lane.headers->data(),
                           size, DType::float64, DType::float64, Op::sum, network_tag(kHeaderPlace), lane.headers});
-      lane.in_flight.fetch_add(1);
     }
     if (!lane.header_exchange->advance()) return false;
     lane.header_exchange.reset();
-    lane.in_flight.store(static_cast<int>(lane.operations.size()), std::memory_order_relaxed);
   }
   lane.weights = find_weights(op_, weighted_, *lane.headers, topology_.local_ranks());
   lane.headers_step = step;
@@ -352,7 +356,7 @@ std::string Plan::describe(int tensor) const {
 
 PlanProgress Plan::progress() const {
   PlanProgress progress{what(), step(), {}};
-  for (int t = 0; active_ && t < layout_.tensor_count(); ++t)
+  for (int t = 0; is_active() && t < layout_.tensor_count(); ++t)
     if (states_[at(t)] == State::idle) progress.not_started.push_back(t);
   return progress;
 }

@@ -57,14 +57,14 @@ class Plan {
   // True if all tensors of a bucket have been started with it.
   bool start(int tensor, void* data, double weight);
   void check_started(int tensor) const;
-  bool is_active() const { return active_; }  // an execution has begun and is not over
+  bool is_active() const { return phase_ != Phase::over; }  // an execution has begun and is not over
   bool is_complete(int tensor) const;         // its result is where it was started
   int first_incomplete(int from) const;       // the number of tensors: none
   void release(int tensor);                   // it is the caller's again
 
   // Does what can be done now on one lane. One thread at a time per lane. True if anything was done.
   bool advance(int lane, Channel& channel);
-  bool uses_network(int lane) const { return lanes_[static_cast<size_t>(lane)].in_flight > 0; }
+  bool uses_network(int lane) const;  // for who holds the lane: something is on its way between nodes
 
   const std::string& name() const { return name_; }
   const std::vector<TensorSpec>& tensors() const { return tensors_; }
@@ -96,7 +96,6 @@ class Plan {
     uint64_t published = 0;  // their results are visible to the node
     uint64_t copied = 0;
     std::deque<InFlight> operations;
-    std::atomic<int> in_flight{0};
     uint64_t headers_step = 0;  // the execution whose weights are known
     std::shared_ptr<std::vector<double>> headers;
     std::unique_ptr<Allreduce> header_exchange;
@@ -105,6 +104,8 @@ class Plan {
     std::shared_ptr<std::byte> sums;
     Weights weights;
   };
+
+  enum class Phase : char { over, beginning, active };
 
   void begin(double weight);
   bool pack_next(LaneState& lane);
@@ -140,7 +141,7 @@ class Plan {
   const bool in_segment_;
   std::optional<PlanMemory> memory_;  // none where one rank has the result already
   std::mutex mutex_;                  // of the beginning of an execution
-  std::atomic<bool> active_{false};
+  std::atomic<Phase> phase_{Phase::over};
   std::atomic<uint64_t> step_{0};
   std::atomic<Clock::time_point> began_at_{Clock::time_point()};
   std::atomic<Clock::time_point> complete_at_{Clock::time_point()};

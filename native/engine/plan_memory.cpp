@@ -71,9 +71,19 @@ uint64_t PlanMemory::lowest(Stage stage, int lane, int ranks) const {
   return lowest;
 }
 
+// What the others wait for is that all have arrived: the last one wakes them, once. Of several that arrive at the same
+// time at least one finds all others there, because these stores and loads are sequentially consistent.
 void PlanMemory::raise(Stage stage, int lane, uint64_t value) {
+  const int local = topology_.local_size();
   counter(stage, lane, topology_.local_rank).value.store(value, std::memory_order_seq_cst);
-  team_.ring_node();
+  if (stage == Stage::copied) team_.my_bell().wake();  // a thread of this rank may wait for the tensor
+  if (lowest(stage, lane, stage == Stage::reduced ? topology_.owners : local) < value) return;
+  if (stage == Stage::packed) team_.wake(topology_.owners);
+  if (stage == Stage::reduced) team_.wake(local);
+  if (stage != Stage::copied || in_segment_) return;
+  // A place is free now; few wait for one.
+  for (int r = 0; r < local; ++r)
+    if (count(Stage::packed, lane, r) + 1 >= value + places(lane)) team_.bells[r].wake();
 }
 
 // What contributor `r` sends to `owner` lies in slot (r - owner - 1) mod L of the bucket's place.

@@ -31,7 +31,7 @@ class PlanMemory {
   // How many buckets of a lane a rank has taken through a stage, over all executions; the lowest of the first `ranks`.
   uint64_t count(Stage stage, int lane, int local_rank) const;
   uint64_t lowest(Stage stage, int lane, int ranks) const;
-  void raise(Stage stage, int lane, uint64_t value);  // this rank's, and tells the node
+  void raise(Stage stage, int lane, uint64_t value);  // this rank's, by one; wakes whoever can go on now
 
   // Buckets of a lane that have a place at the same time. One is free when all ranks have copied its results.
   uint64_t places(int lane) const { return lanes_[static_cast<size_t>(lane)].places; }

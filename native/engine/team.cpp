@@ -93,6 +93,7 @@ Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& 
   for (int i = 0; i < std::max(1, options_.threads); ++i) {
     lanes_.push_back(std::make_unique<Lane>());
     lanes_.back()->channel = transport_->open_channel();
+    context_.active_plans.push_back(&lanes_.back()->plans);
   }
   allreduce_ = std::make_unique<AllreduceCall>(context_, *transport_, *control_);
   if (topology().size == 1) options_.threads = 0;  // nothing to communicate
@@ -208,7 +209,6 @@ std::shared_ptr<Plan> Team::make_plan(const std::string& name, const std::vector
   });
   const std::lock_guard lock(plans_mutex_);
   plans_.push_back(plan);
-  plan_count_.store(plans_.size(), std::memory_order_release);
   return plan;
 }
 
@@ -231,13 +231,14 @@ void Team::end_plan(Plan& plan) {
   ended_plans_.executions += totals.executions;
   ended_plans_.bytes += totals.bytes;
   ended_plans_.seconds += totals.seconds;
-  for (const auto& lane : lanes_)
-    lane->plans.erase(std::remove(lane->plans.begin(), lane->plans.end(), &plan), lane->plans.end());
+  for (const auto& lane : lanes_) {
+    lane->plans.all();  // so that none waits to be taken
+    lane->plans.remove_if([&](const Plan* other) { return other == &plan; });
+  }
   pipelines_.erase(std::remove_if(pipelines_.begin(), pipelines_.end(), [&](const auto& p) { return p->is_of(plan); }),
                    pipelines_.end());
   plans_.erase(std::remove_if(plans_.begin(), plans_.end(), [&](const auto& p) { return p.get() == &plan; }),
                plans_.end());
-  plan_count_.store(plans_.size(), std::memory_order_release);
 }
 
 void Team::start(Plan& plan, int tensor, void* data, double weight) {
@@ -268,7 +269,7 @@ class Team::TensorWait final : public Awaited {
   std::vector<int> missing() const override { return plan_.missing_ranks(tensor_); }
   bool is_outside() const override {
     for (int lane = 0; team_.options_.threads == 0 && lane < static_cast<int>(team_.lanes_.size()); ++lane)
-      if (team_.network_is_busy(lane)) return true;
+      if (team_.lanes_[at(lane)]->network_is_busy) return true;
     return false;
   }
   Stall stall() const override {
@@ -330,12 +331,13 @@ bool Team::progress(int lane_number) {
     lane.wanted = false;
     if (failure_->is_set()) return false;
     const auto begin = Clock::now();
-    if (lane.plans.size() != plan_count_.load(std::memory_order_acquire)) {
-      const std::lock_guard plans(plans_mutex_);
-      for (size_t i = lane.plans.size(); i < plans_.size(); ++i) lane.plans.push_back(plans_[i].get());
+    bool moved = false, busy = false;
+    for (Plan* plan : lane.plans.all()) {
+      moved = plan->advance(lane_number, *lane.channel) || moved;
+      busy = busy || plan->uses_network(lane_number);
     }
-    bool moved = false;
-    for (Plan* plan : lane.plans) moved = plan->advance(lane_number, *lane.channel) || moved;
+    lane.plans.remove_if([](const Plan* plan) { return !plan->is_active(); });
+    lane.network_is_busy.store(busy, std::memory_order_relaxed);
     if (moved) add(progress_seconds_, seconds_since(begin));
     advanced = advanced || moved;
   }
@@ -348,11 +350,6 @@ bool Team::progress_all() {
   return advanced;
 }
 
-bool Team::network_is_busy(int lane) const {
-  const std::lock_guard lock(plans_mutex_);
-  return std::any_of(plans_.begin(), plans_.end(), [&](const auto& plan) { return plan->uses_network(lane); });
-}
-
 void Team::serve(int lane) {
   prctl(PR_SET_NAME, ("khpc-" + std::to_string(number()) + "." + std::to_string(lane)).c_str());
   prctl(PR_SET_TIMERSLACK, 1);  // naps of microseconds, not of 50
@@ -363,7 +360,7 @@ void Team::serve(int lane) {
   const auto look = [&] {
     failure_->throw_if_set();
     if (lane == 0) look_after_async();
-    return network_is_busy(lane);
+    return lanes_[at(lane)]->network_is_busy.load();
   };
   try {
     while (!stopping_) guarded([&] { wait_for(context_.patience, context_.my_bell(), 3600, ready, look); });

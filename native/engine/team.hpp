@@ -116,7 +116,8 @@ class Team {
     std::mutex mutex;                 // held by whoever makes progress on this lane
     std::atomic<bool> wanted{false};  // somebody else has asked for progress meanwhile
     std::thread thread;
-    std::vector<Plan*> plans;  // of the team, as far as the lane knows
+    ActivePlans plans;
+    std::atomic<bool> network_is_busy{false};  // something of them is on its way between nodes
   };
   struct AsyncWait {
     Plan* plan;
@@ -133,7 +134,6 @@ class Team {
   void await(Plan& plan, int tensor);  // until it is complete
   bool progress(int lane);
   bool progress_all();
-  bool network_is_busy(int lane) const;
   void serve(int lane);
   bool complete_async();
   void look_after_async();
@@ -171,7 +171,6 @@ class Team {
   std::vector<std::unique_ptr<Lane>> lanes_;
   mutable std::mutex plans_mutex_;
   std::vector<std::shared_ptr<Plan>> plans_;
-  std::atomic<size_t> plan_count_{0};
   int next_plan_ = 0;       // a number is never given again
   PlanTotals ended_plans_;  // what plans that are gone have done
   std::vector<std::shared_ptr<Pipeline>> pipelines_;

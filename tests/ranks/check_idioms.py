@@ -215,6 +215,23 @@ def test_losses_that_are_sums_or_vectors(kind):
     compare(make)
 
 
+def test_sums_of_a_model_whose_call_knows_no_training():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = dense(Adds(lambda x: 0.01 * ops.sum(ops.square(x))))
+
+        def call(self, x):
+            return self.inner(x)
+
+    def make():
+        model = Own()
+        model.compile(keras.optimizers.SGD(1e-3), "mse")
+        return model
+
+    compare(make)
+
+
 class Endpoint(keras.layers.Layer):
     """Computes the loss itself, from targets that are among the inputs, as a sum over samples."""
 
