@@ -29,7 +29,7 @@ void Bell::ring() {
 }
 
 void Bell::wake() {
-  if (sleepers.load(std::memory_order_seq_cst) == 0) return;
+  if (!has_sleepers()) return;
   rings.fetch_add(1, std::memory_order_seq_cst);
   futex(rings, FUTEX_WAKE, INT_MAX, nullptr);
 }

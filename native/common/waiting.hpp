@@ -41,6 +41,7 @@ struct alignas(128) Bell {
   void ring();
   // The same, for who has just made a sequentially consistent store of what others may wait for.
   void wake();
+  bool has_sleepers() const { return sleepers.load(std::memory_order_seq_cst) != 0; }
   // Sleeps until the next ring after `seen` (a value of `rings`), at most `seconds`.
   void sleep(uint32_t seen, double seconds);
 };

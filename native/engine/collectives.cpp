@@ -50,7 +50,7 @@ class Team::CollectiveWait final : public Awaited {
 };
 
 void Team::wait_for_collective(Pending& pending, const char* what) {
-  if (wait_watched(context_, [&] { return pending.test(); }, CollectiveWait(*this, what))) return;
+  if (wait_watched(context_, context_.my_bell(), [&] { return pending.test(); }, CollectiveWait(*this, what))) return;
   throw Timeout("Waited " + std::to_string(static_cast<int>(options_.timeout_seconds)) + " s for the other ranks in " +
                 what + ": not every rank arrived.");
 }

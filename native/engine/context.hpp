@@ -2,6 +2,7 @@
 // What the parts of a team need to know of it.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <utility>
 #include <vector>
 
@@ -16,30 +17,36 @@ namespace keras_hpc {
 struct TeamContext {
   int number = 0;
   const Topology* topology = nullptr;
-  Bell* bells = nullptr;  // one per local rank
+  // One per local rank each: on which its threads sleep, and on which who waits for a tensor does.
+  Bell* bells = nullptr;
+  Bell* callers = nullptr;
   Patience patience;
   double timeout_seconds = 300;
   double stall_seconds = 30;
   Activity* activity = nullptr;
   Failure* failure = nullptr;
-  std::vector<ActivePlans*> active_plans;  // one per lane
+  std::vector<ActivePlans*> active_plans;                // one per lane
+  const std::atomic<int>* asynchronous_waits = nullptr;  // which a thread of the team completes
 
   void ring_node() const {
     std::atomic_thread_fence(std::memory_order_seq_cst);  // see Bell::ring
-    wake(topology->local_size());
-  }
-  // The first `ranks` of the node; after a sequentially consistent store.
-  void wake(int ranks) const {
-    for (int r = 0; r < ranks; ++r)
+    for (int r = 0; r < topology->local_size(); ++r)
       if (r != topology->local_rank) bells[r].wake();
     my_bell().wake();  // a thread of this rank may wait, too
+  }
+  // Wakes another rank that has something to do for a plan now; after a sequentially consistent store. Who waits there
+  // for a tensor does it as well as the thread, and need not be woken by it again when it is done. But it is only one.
+  void wake(int local_rank) const {
+    if (local_rank == topology->local_rank) return;  // who calls this goes on with it
+    Bell& caller = callers[local_rank];
+    (active_plans.size() == 1 && caller.has_sleepers() ? caller : bells[local_rank]).wake();
   }
   Bell& my_bell() const { return bells[topology->local_rank]; }
 };
 
 // Waits like wait_for, at most timeout_seconds, and while there is use in it. After stall_seconds it is a stall.
 template <class Ready>
-bool wait_watched(const TeamContext& team, Ready&& ready, const Awaited& awaited) {
+bool wait_watched(const TeamContext& team, Bell& bell, Ready&& ready, const Awaited& awaited) {
   const auto begin = Clock::now();
   const double first = std::min(team.stall_seconds, team.timeout_seconds);
   Lookout lookout(*team.failure);
@@ -47,12 +54,12 @@ bool wait_watched(const TeamContext& team, Ready&& ready, const Awaited& awaited
     lookout.look(awaited);
     return awaited.is_outside();
   };
-  if (wait_for(team.patience, team.my_bell(), first, ready, look)) return true;
+  if (wait_for(team.patience, bell, first, ready, look)) return true;
   if (first >= team.timeout_seconds) return false;
   Stall stall = awaited.stall();
   stall.since = begin;
   Activity::Note note(*team.activity, std::move(stall));
-  if (!wait_for(team.patience, team.my_bell(), team.timeout_seconds - first, ready, look)) return false;
+  if (!wait_for(team.patience, bell, team.timeout_seconds - first, ready, look)) return false;
   note.resolve();
   return true;
 }

@@ -52,7 +52,10 @@ void Failure::tell(Fate fate, int culprit) {
   mine.fate.compare_exchange_strong(present, fate, std::memory_order_seq_cst);
   // The error is known to the node before this rank's caller uses its memory again.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  for (int r = 0; r < topology_.local_size(); ++r) bells_[r].ring();
+  for (int r = 0; r < topology_.local_size(); ++r) {
+    bells_[r].ring();
+    callers_[r].ring();
+  }
 }
 
 void Failure::rethrow() const {

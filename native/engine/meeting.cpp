@@ -100,7 +100,7 @@ void Meeting::wait_for_ranks(int ranks, uint64_t target, Value&& value) {
       if (value(r) < target) found.push_back(topology_.local_ranks()[at(r)]);
     return found;
   };
-  if (wait_watched(team_, ready, Waiting(*this, missing, false))) return;
+  if (wait_watched(team_, team_.my_bell(), ready, Waiting(*this, missing, false))) return;
   const int rank = topology_.local_ranks()[at(late)];
   throw Timeout(late_text() + "rank " + std::to_string(rank) + ". Do all ranks make the same calls?", rank);
 }
@@ -125,7 +125,7 @@ void Meeting::poll(Ready&& ready, Peer&& peer) {
   const std::function<std::vector<int>()> missing = [rank = peer()] {
     return rank < 0 ? std::vector<int>() : std::vector<int>{rank};
   };
-  if (wait_watched(team_, ready, Waiting(*this, missing, true))) return;
+  if (wait_watched(team_, team_.my_bell(), ready, Waiting(*this, missing, true))) return;
   const std::string sender = peer() < 0 ? "the other ranks" : "rank " + std::to_string(peer());
   throw Timeout(late_text() + "a message from " + sender + ". Do all ranks make the same calls?", peer());
 }

@@ -58,9 +58,9 @@ class Plan {
   bool start(int tensor, void* data, double weight);
   void check_started(int tensor) const;
   bool is_active() const { return phase_ != Phase::over; }  // an execution has begun and is not over
-  bool is_complete(int tensor) const;         // its result is where it was started
-  int first_incomplete(int from) const;       // the number of tensors: none
-  void release(int tensor);                   // it is the caller's again
+  bool is_complete(int tensor) const;                       // its result is where it was started
+  int first_incomplete(int from) const;                     // the number of tensors: none
+  void release(int tensor);                                 // it is the caller's again
 
   // Does what can be done now on one lane. One thread at a time per lane. True if anything was done.
   bool advance(int lane, Channel& channel);

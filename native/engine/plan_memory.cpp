@@ -76,14 +76,16 @@ uint64_t PlanMemory::lowest(Stage stage, int lane, int ranks) const {
 void PlanMemory::raise(Stage stage, int lane, uint64_t value) {
   const int local = topology_.local_size();
   counter(stage, lane, topology_.local_rank).value.store(value, std::memory_order_seq_cst);
-  if (stage == Stage::copied) team_.my_bell().wake();  // a thread of this rank may wait for the tensor
+  if (stage == Stage::copied) {
+    team_.callers[topology_.local_rank].wake();
+    if (*team_.asynchronous_waits > 0) team_.my_bell().wake();
+  }
   if (lowest(stage, lane, stage == Stage::reduced ? topology_.owners : local) < value) return;
-  if (stage == Stage::packed) team_.wake(topology_.owners);
-  if (stage == Stage::reduced) team_.wake(local);
-  if (stage != Stage::copied || in_segment_) return;
-  // A place is free now; few wait for one.
-  for (int r = 0; r < local; ++r)
-    if (count(Stage::packed, lane, r) + 1 >= value + places(lane)) team_.bells[r].wake();
+  for (int r = 0; r < (stage == Stage::packed ? topology_.owners : local); ++r) {
+    // That all have copied matters to those only that wait for a place.
+    const bool waits = !in_segment_ && count(Stage::packed, lane, r) + 1 >= value + places(lane);
+    if (stage != Stage::copied || waits) team_.wake(r);
+  }
 }
 
 // What contributor `r` sends to `owner` lies in slot (r - owner - 1) mod L of the bucket's place.

@@ -83,11 +83,14 @@ Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& 
   Pending::free_finished();  // of teams before that have failed
   transport_->set_time_limit(options.timeout_seconds);
   const auto local = at(topology().local_size());
-  bells_ = transport_->open_segment(*control_, local * (sizeof(Bell) + sizeof(Seat)));
+  bells_ = transport_->open_segment(*control_, local * (2 * sizeof(Bell) + sizeof(Seat)));
   auto* bells = reinterpret_cast<Bell*>(bells_->data());
   bells[topology().local_rank].process = ProcessId::mine();
-  failure_.emplace(topology(), bells, options.grace_seconds);
-  context_ = {number, &topology(), bells, {}, options_.timeout_seconds, options_.stall_seconds, &activity_, &*failure_};
+  Bell* callers = bells + local;
+  failure_.emplace(topology(), bells, callers, options.grace_seconds);
+  context_ = {number, &topology(), bells, callers, {}, options_.timeout_seconds, options_.stall_seconds, &activity_};
+  context_.failure = &*failure_;
+  context_.asynchronous_waits = &asynchronous_waits_;
   const Patience fitting = find_patience();  // collective
   context_.patience = options_.patience.value_or(fitting);
   for (int i = 0; i < std::max(1, options_.threads); ++i) {
@@ -135,7 +138,7 @@ void Team::join_threads() {
 }
 
 Patience Team::find_patience() {
-  auto* seats = reinterpret_cast<Seat*>(context_.bells + topology().local_size());
+  auto* seats = reinterpret_cast<Seat*>(context_.callers + topology().local_size());
   const ControlGroup group = ControlGroup::mine();
   seats[topology().local_rank] = {Cores::mine(), scheduler_group(), group.cores, group.cores_of};
   barrier();
@@ -173,6 +176,7 @@ void Team::withdraw(const char* why) {
   {
     const std::lock_guard lock(async_mutex_);
     waiting.swap(async_);
+    asynchronous_waits_ = 0;
   }
   for (const AsyncWait& wait : waiting) wait.done(wait.arg, why);
 }
@@ -295,7 +299,10 @@ void Team::await(Plan& plan, int tensor) {
     progress_all();
     return plan.is_complete(tensor);
   };
-  if (!wait_watched(context_, ready, TensorWait(*this, plan, tensor, Clock::now()))) throw late(plan, tensor);
+  Bell& bell = context_.callers[topology().local_rank];
+  if (!wait_watched(context_, bell, ready, TensorWait(*this, plan, tensor, Clock::now()))) throw late(plan, tensor);
+  // Who was to be woken for what has come just now was this thread.
+  progress_all();
 }
 
 bool Team::wait_all_async(Plan& plan, void (*done)(void*, const char*), void* arg) {
@@ -305,6 +312,7 @@ bool Team::wait_all_async(Plan& plan, void (*done)(void*, const char*), void* ar
     const std::lock_guard lock(async_mutex_);
     failure_->throw_if_set();  // again: fail() empties the list after it has set the error
     async_.push_back({&plan, 0, done, arg, Clock::now(), Lookout(*failure_)});
+    ++asynchronous_waits_;
   }
   context_.my_bell().ring();
   return true;
@@ -381,6 +389,7 @@ bool Team::complete_async() {
       }
       finished.push_back(std::move(wait));
       async_.erase(async_.begin() + static_cast<std::ptrdiff_t>(i));
+      --asynchronous_waits_;
     }
   }
   // Without the lock: the framework may go on with its step, and start the next plan, inside `done`.

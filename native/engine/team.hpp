@@ -177,6 +177,7 @@ class Team {
   std::unique_ptr<AllreduceCall> allreduce_;
   std::mutex async_mutex_;
   std::vector<AsyncWait> async_;
+  std::atomic<int> asynchronous_waits_{0};  // of async_
   std::atomic<bool> stopping_{false};
   std::mutex closing_mutex_;
   const int fork_depth_ = fork_depth();
