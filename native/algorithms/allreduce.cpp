@@ -23,7 +23,116 @@ Algorithm usual_algorithm(size_t nbytes, size_t peers) {
   constexpr size_t small_bytes = 16 << 10;
   constexpr size_t few_peers = 16;
   if (nbytes <= small_bytes) return Algorithm::recursive_doubling;
-  return peers <= few_peers ? Algorithm::pairwise : Algorithm::ring;
+  return peers <= few_peers ? Algorithm::pairwise : Algorithm::rabenseifner;
+}
+
+const Schedule& Schedules::of(Algorithm algorithm, size_t count) {
+  const auto [place, is_new] = made_.try_emplace({algorithm, count});
+  if (is_new) {
+    constexpr Schedule (*make[])(int, int, size_t) = {recursive_doubling, rabenseifner, ring, pairwise};
+    place->second = make[static_cast<size_t>(algorithm)](static_cast<int>(peers_.ranks.size()), peers_.me, count);
+  }
+  return place->second;
+}
+
+// ---- an operation
+
+Allreduce::Allreduce(Channel& channel, Schedules& schedules, int tag)
+    : channel_(channel),
+      schedules_(schedules),
+      tag_(tag),
+      messages_(std::make_shared<Messages>()),
+      pending_(messages_) {}
+
+void Allreduce::begin(Algorithm algorithm, const AllreduceBuffer& buffer) {
+  b_ = buffer;
+  wire_.set(buffer.dtype, buffer.wire);
+  schedule_ = &schedules_.of(algorithm, buffer.count);
+  step_ = 0;
+  posted_ = false;
+  messages_->data = buffer.memory;
+  const size_t nbytes = wire_.rounds() ? wire_.nbytes(buffer.count) : 0;
+  if (sent_bytes_ >= nbytes) return;
+  messages_->sent = message_memory(nbytes);
+  sent_bytes_ = nbytes;
+}
+
+Progress Allreduce::advance() {
+  bool moved = false;
+  for (; step_ < schedule_->size(); ++step_, moved = true) {
+    const Step& step = (*schedule_)[step_];
+    if (!posted_) {
+      if (wire_.rounds()) round(step);
+      post(step);
+      posted_ = moved = true;
+    }
+    if (!pending_.test()) return moved ? Progress::some : Progress::none;
+    take(step);
+    posted_ = false;
+  }
+  return Progress::done;
+}
+
+int Allreduce::waiting_for() const {
+  const Peers& peers = schedules_.peers();
+  return pending_.peer() < 0 ? peers.ranks[static_cast<size_t>(peers.me)] : pending_.peer();
+}
+
+// Rounds what sets out in this step, and what this rank keeps as the others will have it.
+void Allreduce::round(const Step& step) {
+  const size_t kept = step.round_end - step.round_begin;
+  wire_.encode(at(step.round_begin), rounded(step.round_begin), kept);
+  wire_.decode(rounded(step.round_begin), at(step.round_begin), kept);
+  if (!step.adds) return;  // the rest has been received as it is sent on
+  for (const Move& move : step.sends)
+    if (move.begin < step.round_begin || move.end > step.round_end)
+      wire_.encode(at(move.begin), rounded(move.begin), move.end - move.begin);
+}
+
+void Allreduce::post(const Step& step) {
+  const Peers& peers = schedules_.peers();
+  if (step.adds) {
+    size_t nbytes = 0;
+    for (const Move& move : step.receives) nbytes += wire_.nbytes(move.end - move.begin);
+    if (received_bytes_ < nbytes) {
+      messages_->received = message_memory(nbytes);
+      received_bytes_ = nbytes;
+    }
+  }
+  // Receives are tested last: they take longest, and then the sends have gone, too.
+  std::byte* place = messages_->received.get();
+  for (const Move& move : step.receives) {
+    const size_t nbytes = wire_.nbytes(move.end - move.begin);
+    const int peer = peers.ranks[static_cast<size_t>(move.peer)];
+    std::byte* to = wire_.rounds() ? rounded(move.begin) : at(move.begin);
+    pending_.add(channel_.receive(step.adds ? place : to, nbytes, peer, tag_), peer);
+    place += nbytes;
+  }
+  for (const Move& move : step.sends) {
+    const int peer = peers.ranks[static_cast<size_t>(move.peer)];
+    const std::byte* from = wire_.rounds() ? rounded(move.begin) : at(move.begin);
+    pending_.add(channel_.send(from, wire_.nbytes(move.end - move.begin), peer, tag_), peer);
+  }
+}
+
+// Everything has arrived.
+void Allreduce::take(const Step& step) {
+  if (!step.adds) {
+    for (const Move& move : step.receives)
+      if (wire_.rounds()) wire_.decode(rounded(move.begin), at(move.begin), move.end - move.begin);
+    return;
+  }
+  if (step.receives.empty()) return;
+  parts_.clear();
+  size_t mine = 0;
+  const std::byte* place = messages_->received.get();
+  for (const Move& move : step.receives) {
+    mine += move.peer < schedules_.peers().me;
+    parts_.push_back(place);
+    place += wire_.nbytes(move.end - move.begin);
+  }
+  const Move& move = step.receives.front();
+  wire_.combine(b_.op, at(move.begin), parts_, mine, move.end - move.begin);
 }
 
 }  // namespace keras_hpc

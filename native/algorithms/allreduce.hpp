@@ -6,27 +6,22 @@
 //
 // All ranks get the same bits: every element is summed once, by one rank or in the same order by all.
 #pragma once
-#include <functional>
+#include <cstddef>
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "algorithms/kernels.hpp"
+#include "algorithms/schedule.hpp"
+#include "algorithms/wire.hpp"
+#include "transport/pending.hpp"
 #include "transport/transport.hpp"
 
 namespace keras_hpc {
 
-class Allreduce {
- public:
-  virtual ~Allreduce() = default;
-  // True once `data` holds the result.
-  virtual bool advance() = 0;
-  // The rank whose message is awaited.
-  virtual int waiting_for() const = 0;
-};
-
-// See schedule.hpp.
-enum class Algorithm { recursive_doubling, rabenseifner, ring, pairwise };
+enum class Algorithm { recursive_doubling, rabenseifner, ring, pairwise };  // see schedule.hpp
 constexpr Algorithm kAlgorithms[] = {Algorithm::recursive_doubling, Algorithm::rabenseifner, Algorithm::ring,
                                      Algorithm::pairwise};
 const char* name_of(Algorithm algorithm);
@@ -34,29 +29,77 @@ Algorithm parse_algorithm(const std::string& name);
 // A good guess where nothing has been measured.
 Algorithm usual_algorithm(size_t nbytes, size_t peers);
 
-struct AllreduceArgs {
-  Channel& channel;
-  std::vector<int> peers;  // the ranks that take part, in the same order on all of them; two or more
-  int me;                  // index of this rank in `peers`
-  void* data;              // reduced in place; the network works on it
-  size_t count;            // elements
+// Ranks that reduce together.
+struct Peers {
+  std::vector<int> ranks;  // in the same order on all of them; two or more
+  int me;                  // index of this rank among them
+};
+
+// The schedules of one rank, each made once.
+class Schedules {
+ public:
+  explicit Schedules(Peers peers) : peers_(std::move(peers)) {}
+  const Peers& peers() const { return peers_; }
+  // For `count` elements. It lives as long as this.
+  const Schedule& of(Algorithm algorithm, size_t count);
+
+ private:
+  const Peers peers_;
+  std::map<std::pair<Algorithm, size_t>, Schedule> made_;
+};
+
+struct AllreduceBuffer {
+  void* data;    // reduced in place; the network works on it
+  size_t count;  // elements
   DType dtype;
   DType wire;  // `dtype`, or 16 bits to which float32 is rounded while it travels
   Op op;       // mean is a sum here
-  int tag;     // no other operation between these ranks uses it at the same time
   // Holds `data`. The network goes on using it after the operation was given up, so it is never the caller's.
   std::shared_ptr<void> memory;
 };
 
-std::unique_ptr<Allreduce> make_allreduce(Algorithm algorithm, const AllreduceArgs& args);
+enum class Progress { none, some, done };
 
-// The same, in segments of which some are on the way at once: while one travels, another is added up. `args.data` is
-// memory for those on the way, segmented_bytes() of it. `before` puts a segment there before it sets out, and `after`
-// takes it when it has come back: (first element, elements, where).
-using OnSegment = std::function<void(size_t begin, size_t count, std::byte* data)>;
-constexpr int kSegmentTags = 4;  // it uses args.tag and as many in all
-size_t segmented_bytes(Algorithm algorithm, size_t peers);
-std::unique_ptr<Allreduce> make_segmented(Algorithm algorithm, const AllreduceArgs& args, OnSegment before,
-                                          OnSegment after);
+// Carries out one operation after the other. What it needs beside the data it keeps for the next one.
+class Allreduce {
+ public:
+  // No other operation between these ranks uses `tag` on the channel at the same time.
+  Allreduce(Channel& channel, Schedules& schedules, int tag);
+
+  // The one before is done.
+  void begin(Algorithm algorithm, const AllreduceBuffer& buffer);
+  // Once it is done, the buffer holds the result.
+  Progress advance();
+  // The rank whose message is awaited.
+  int waiting_for() const;
+
+ private:
+  // What MPI reads and writes.
+  struct Messages {
+    std::shared_ptr<void> data;
+    std::shared_ptr<std::byte> received, sent;
+  };
+
+  std::byte* at(size_t element) const { return static_cast<std::byte*>(b_.data) + element * size_of(b_.dtype); }
+  // Values that are rounded while they travel, as others have them: each has a place of its own. In steps that do not
+  // add they are received here, too, and sent on as they are.
+  std::byte* rounded(size_t element) const { return messages_->sent.get() + wire_.nbytes(element); }
+  void round(const Step& step);
+  void post(const Step& step);
+  void take(const Step& step);
+
+  Channel& channel_;
+  Schedules& schedules_;
+  const int tag_;
+  AllreduceBuffer b_{};
+  Wire wire_;
+  const Schedule* schedule_ = nullptr;
+  size_t step_ = 0;
+  bool posted_ = false;
+  std::shared_ptr<Messages> messages_;
+  size_t received_bytes_ = 0, sent_bytes_ = 0;  // that they have memory for
+  std::vector<const void*> parts_;              // of a sum
+  Pending pending_;
+};
 
 }  // namespace keras_hpc

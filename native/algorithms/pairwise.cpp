@@ -12,10 +12,11 @@ Schedule pairwise(int p, int me, size_t count) {
   for (int i = 1; i < p; ++i) {
     const int peer = (me + i) % p;  // not all to the same one first
     add_move(scatter.sends, peer, part_of(peer, p, count), part_of(peer + 1, p, count));
-    add_move(scatter.receives, peer, gather.round_begin, gather.round_end);
     add_move(gather.sends, peer, gather.round_begin, gather.round_end);
     add_move(gather.receives, peer, part_of(peer, p, count), part_of(peer + 1, p, count));
   }
+  for (int peer = 0; peer < p; ++peer)
+    if (peer != me) add_move(scatter.receives, peer, gather.round_begin, gather.round_end);
   return {scatter, gather};
 }
 

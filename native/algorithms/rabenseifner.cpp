@@ -34,8 +34,10 @@ Schedule rabenseifner(int p, int me, size_t count) {
   for (size_t i = halves.size(); i-- > 0;) {
     const Half& half = halves[i];
     Step& step = steps.emplace_back();
-    step.round_begin = half.begin;
-    step.round_end = half.end;
+    if (i + 1 == halves.size()) {
+      step.round_begin = half.begin;
+      step.round_end = half.end;
+    }
     add_move(step.sends, half.peer, half.begin, half.end);
     add_move(step.receives, half.peer, half.other_begin, half.other_end);
   }

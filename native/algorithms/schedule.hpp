@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What each rank sends, receives and adds in an allreduce, step by step: one algorithm per file, pure arithmetic.
-// schedule_runner.cpp carries it out.
+// allreduce.cpp carries it out.
 //
 // The order of a sum: recursive doubling and Rabenseifner add in a tree, the same one; pairwise in the order of ranks;
 // ring in that order too, but begun at another rank for each chunk. With two ranks all are the same.
@@ -16,13 +16,12 @@ struct Move {
 };
 
 struct Step {
-  std::vector<Move> sends;  // the data as they are when the step begins
-  std::vector<Move> receives;
-  // What is received, all of it for the same elements, is added to the data, in the order of ranks. Otherwise it
-  // replaces them.
+  std::vector<Move> sends;     // the data as they are when the step begins
+  std::vector<Move> receives;  // in the order of ranks, if they are added
+  // What is received, all of it for the same elements, is added to the data. Otherwise it replaces them.
   bool adds = false;
   // With values that are rounded while they travel: those that this rank must round before the step, because others
-  // take them for the same.
+  // take them for the same. Whatever a step that does not add sends has been rounded so, or received.
   size_t round_begin = 0, round_end = 0;
 };
 
@@ -57,7 +56,7 @@ struct Power {
     extra = p - ranks;
   }
   Schedule beyond(int me, size_t count) const {
-    return {{{{me - ranks, 0, count}}, {}}, {{}, {{me - ranks, 0, count}}}};
+    return {{{{me - ranks, 0, count}}, {}, false, 0, count}, {{}, {{me - ranks, 0, count}}}};
   }
   Step take_over(int me, size_t count) const { return {{}, {{me + ranks, 0, count}}, true}; }
 

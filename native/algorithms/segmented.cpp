@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
-#include <deque>
-#include <utility>
+#include "algorithms/segmented.hpp"
 
-#include "algorithms/allreduce.hpp"
+#include <algorithm>
+#include <utility>
 
 namespace keras_hpc {
 namespace {
@@ -15,72 +14,61 @@ size_t bytes_of_segment(Algorithm algorithm, size_t peers) {
   return kMessageBytes * (algorithm == Algorithm::recursive_doubling ? 1 : peers);
 }
 
-class Segmented final : public Allreduce {
- public:
-  Segmented(Algorithm algorithm, const AllreduceArgs& args, OnSegment before, OnSegment after)
-      : algorithm_(algorithm),
-        a_(args),
-        before_(std::move(before)),
-        after_(std::move(after)),
-        nbytes_(bytes_of_segment(algorithm, args.peers.size())),
-        length_(nbytes_ / size_of(args.dtype)) {}
-
-  bool advance() override {
-    do {
-      if (next_ < a_.count && active_.size() < kSegmentTags) begin_next();
-      for (Part& part : active_) {
-        if (!part.operation || !part.operation->advance()) continue;
-        part.operation.reset();
-        after_(part.begin, part.count, part.data);
-      }
-      while (!active_.empty() && !active_.front().operation) active_.pop_front();
-    } while (next_ < a_.count && active_.size() < kSegmentTags);
-    return active_.empty();
-  }
-  int waiting_for() const override {
-    return active_.empty() ? a_.peers[static_cast<size_t>(a_.me)] : active_.front().operation->waiting_for();
-  }
-
- private:
-  struct Part {
-    size_t begin, count;
-    std::byte* data;
-    std::unique_ptr<Allreduce> operation;  // null: done
-  };
-
-  // All ranks begin segments in the same order, and one only when the last with the same tag, and place, is done.
-  void begin_next() {
-    const size_t count = std::min(length_, a_.count - next_);
-    const size_t place = begun_++ % kSegmentTags;
-    std::byte* data = static_cast<std::byte*>(a_.data) + place * nbytes_;
-    before_(next_, count, data);
-    AllreduceArgs args = a_;
-    args.data = data;
-    args.count = count;
-    args.tag = a_.tag + static_cast<int>(place);
-    active_.push_back({next_, count, data, make_allreduce(algorithm_, args)});
-    next_ += count;
-  }
-
-  Algorithm algorithm_;
-  AllreduceArgs a_;
-  OnSegment before_, after_;
-  size_t nbytes_;  // of a segment
-  size_t length_;  // elements
-  size_t next_ = 0;
-  size_t begun_ = 0;
-  std::deque<Part> active_;
-};
-
 }  // namespace
 
-size_t segmented_bytes(Algorithm algorithm, size_t peers) {
-  return kSegmentTags * bytes_of_segment(algorithm, peers);
+size_t SegmentedAllreduce::nbytes(Algorithm algorithm, size_t peers) {
+  return kTags * bytes_of_segment(algorithm, peers);
 }
 
-std::unique_ptr<Allreduce> make_segmented(Algorithm algorithm, const AllreduceArgs& args, OnSegment before,
-                                          OnSegment after) {
-  return std::make_unique<Segmented>(algorithm, args, std::move(before), std::move(after));
+SegmentedAllreduce::SegmentedAllreduce(Channel& channel, const Peers& peers, int first_tag, Algorithm algorithm,
+                                       const AllreduceBuffer& buffer, OnSegment before, OnSegment after)
+    : schedules_(peers),
+      algorithm_(algorithm),
+      b_(buffer),
+      before_(std::move(before)),
+      after_(std::move(after)),
+      nbytes_(bytes_of_segment(algorithm, peers.ranks.size())),
+      length_(nbytes_ / size_of(buffer.dtype)) {
+  for (int tag = first_tag; tag < first_tag + kTags; ++tag) operations_.emplace_back(channel, schedules_, tag);
+}
+
+Progress SegmentedAllreduce::advance() {
+  bool moved = false;
+  do {
+    while (next_ < b_.count && active_.size() < kTags) {
+      begin_next();
+      moved = true;
+    }
+    for (Segment& segment : active_) {
+      if (segment.done) continue;
+      const Progress progress = segment.operation->advance();
+      moved = moved || progress != Progress::none;
+      if (progress != Progress::done) continue;
+      segment.done = true;
+      after_(segment.begin, segment.count, segment.data);
+    }
+    while (!active_.empty() && active_.front().done) active_.pop_front();
+  } while (next_ < b_.count && active_.size() < kTags);
+  if (active_.empty()) return Progress::done;
+  return moved ? Progress::some : Progress::none;
+}
+
+int SegmentedAllreduce::waiting_for() const {
+  const Peers& peers = schedules_.peers();
+  return active_.empty() ? peers.ranks[static_cast<size_t>(peers.me)] : active_.front().operation->waiting_for();
+}
+
+// All ranks begin segments in the same order, and one only when the last with the same tag, and place, is done.
+void SegmentedAllreduce::begin_next() {
+  AllreduceBuffer part = b_;
+  part.count = std::min(length_, b_.count - next_);
+  const size_t place = begun_++ % kTags;
+  std::byte* data = static_cast<std::byte*>(b_.data) + place * nbytes_;
+  part.data = data;
+  before_(next_, part.count, data);
+  operations_[place].begin(algorithm_, part);
+  active_.push_back({next_, part.count, data, &operations_[place]});
+  next_ += part.count;
 }
 
 }  // namespace keras_hpc

@@ -9,20 +9,21 @@ namespace keras_hpc {
 
 class Wire {
  public:
-  Wire(DType data, DType wire) : data_(data), wire_(data == DType::float32 ? wire : data) {}
+  void set(DType data, DType wire);
   bool rounds() const { return wire_ != data_; }
   size_t nbytes(size_t count) const { return count * size_of(wire_); }
 
+  // Where it rounds: to 16 bits, and back.
   void encode(const void* data, void* sent, size_t count) const;
   void decode(const void* received, void* data, size_t count) const;
-  // Makes of the data what others receive of them.
-  void round(void* data, size_t count) const;
   // data = sum of `received`, in their order, with the data themselves at place `mine`.
-  void combine(Op op, void* data, const std::vector<const void*>& received, size_t mine, size_t count) const;
+  void combine(Op op, void* data, const std::vector<const void*>& received, size_t mine, size_t count);
 
  private:
-  DType data_;
-  DType wire_;
+  DType data_ = DType::float32;
+  DType wire_ = DType::float32;
+  std::vector<Source> sources_;
+  std::vector<float> decoded_;
 };
 
 }  // namespace keras_hpc

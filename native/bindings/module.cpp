@@ -100,6 +100,19 @@ struct OpenPlan {
   std::shared_ptr<Plan> plan;
   std::shared_ptr<Pipeline> of_pipeline;  // null: steps are synchronous
 
+  void start(int tensor, void* data, double weight) const {
+    const nb::gil_scoped_release released;
+    if (of_pipeline != nullptr)
+      of_pipeline->start(tensor, data, weight);
+    else
+      team->start(*plan, tensor, data, weight);
+  }
+  void wait(int tensor) const {
+    if (of_pipeline != nullptr)
+      of_pipeline->wait(tensor);
+    else
+      team->wait(*plan, tensor);
+  }
   Pipeline& pipeline() const {
     if (of_pipeline == nullptr) throw Error("Plan '" + plan->name() + "' is not pipelined.");
     return *of_pipeline;
@@ -350,26 +363,34 @@ NB_MODULE(_native, m) {
           [](const PyPlan& plan, int tensor, const Bytes& data, double weight) {
             const OpenPlan open = plan.open();
             open.check(tensor, data.size());
-            const nb::gil_scoped_release released;
-            if (open.of_pipeline != nullptr)
-              open.of_pipeline->start(tensor, data.data(), weight);
-            else
-              open.team->start(*open.plan, tensor, data.data(), weight);
+            open.start(tensor, data.data(), weight);
           },
           "tensor"_a, "data"_a.noconvert(), "weight"_a = 1.0)
+      .def(
+          "start_at",
+          [](const PyPlan& plan, int tensor, uintptr_t address, size_t nbytes, double weight) {
+            const OpenPlan open = plan.open();
+            open.check(tensor, nbytes);
+            open.start(tensor, reinterpret_cast<void*>(address), weight);
+          },
+          "tensor"_a, "address"_a, "nbytes"_a, "weight"_a = 1.0, "The same, of memory that lives until the wait ends.")
       .def(
           "wait",
           [](const PyPlan& plan, int tensor) {
             const OpenPlan open = plan.open();
             open.check(tensor);
-            WithoutGil()([&] {
-              if (open.of_pipeline != nullptr)
-                open.of_pipeline->wait(tensor);
-              else
-                open.team->wait(*open.plan, tensor);
-            });
+            WithoutGil()([&] { open.wait(tensor); });
           },
           "tensor"_a)
+      .def(
+          "wait_all",
+          [](const PyPlan& plan) {
+            const OpenPlan open = plan.open();
+            WithoutGil()([&] {
+              for (int tensor = 0; tensor < open.plan->layout().tensor_count(); ++tensor) open.wait(tensor);
+            });
+          },
+          "For every tensor of the plan, in order.")
       .def(
           "memory",
           [](const PyPlan& plan, int tensor) {

@@ -19,7 +19,7 @@ constexpr size_t kPage = 4096;
 constexpr int kGlances = 64;
 constexpr size_t kPostBytes = kLine + Meeting::kSlotBytes;
 constexpr int kWordTag = 1;
-constexpr int kDataTag = 2;  // and kSegmentTags in all
+constexpr int kDataTag = 2;  // and SegmentedAllreduce::kTags in all
 constexpr size_t kMessageBytes = sizeof(int64_t) + Meeting::kSlotBytes;
 // What the first rank of a node tells the others if the ranks of its own node disagree.
 constexpr int64_t kDisagreement = -1;
@@ -130,6 +130,14 @@ void Meeting::poll(Ready&& ready, Peer&& peer) {
   throw Timeout(late_text() + "a message from " + sender + ". Do all ranks make the same calls?", peer());
 }
 
+// Each step that is done counts as an answer: whoever waits for the next one begins with a spin again.
+template <class Operation>
+void Meeting::complete(Operation& operation) {
+  Progress progress = Progress::none;
+  while (progress != Progress::done)
+    poll([&] { return (progress = operation.advance()) != Progress::none; }, [&] { return operation.waiting_for(); });
+}
+
 // Looking whether somebody sleeps needs a fence, which waits until this rank's own stores have reached the others. So
 // it comes late: before this rank waits or works for long, and at the end of the call.
 void Meeting::wake_others() {
@@ -190,16 +198,16 @@ void Meeting::meet() {
 void Meeting::across_nodes(Algorithm algorithm, size_t count, DType dtype, DType wire, Op op, OnSegment before,
                            OnSegment after) {
   if (count == 0) return;
-  const size_t nbytes = std::min(segmented_bytes(algorithm, at(topology_.node_count)), count * size_of(dtype));
+  const size_t nbytes =
+      std::min(SegmentedAllreduce::nbytes(algorithm, at(topology_.node_count)), count * size_of(dtype));
   if (segments_bytes_ < nbytes) {
     segments_ = message_memory(nbytes);
     segments_bytes_ = nbytes;
   }
-  const auto allreduce = make_segmented(algorithm,
-                                        {*channel_, topology_.peers_of_slice(topology_.local_rank), topology_.node,
-                                         segments_.get(), count, dtype, wire, op, kDataTag, segments_},
-                                        std::move(before), std::move(after));
-  poll([&] { return allreduce->advance(); }, [&] { return allreduce->waiting_for(); });
+  SegmentedAllreduce allreduce(*channel_, {topology_.peers_of_slice(topology_.local_rank), topology_.node}, kDataTag,
+                               algorithm, {segments_.get(), count, dtype, wire, op, segments_}, std::move(before),
+                               std::move(after));
+  complete(allreduce);
 }
 
 void Meeting::call_library(void* data, size_t count, DType dtype, Op op) {
@@ -214,10 +222,10 @@ int64_t Meeting::compare_signatures(int64_t signature, const void* data, size_t 
     auto* extremes = reinterpret_cast<int64_t*>(memory.get());
     extremes[0] = signature;
     extremes[1] = -signature;
-    const auto allreduce =
-        make_allreduce(Algorithm::recursive_doubling, {*channel_, topology_.peers_of_slice(0), topology_.node, extremes,
-                                                       2, DType::int64, DType::int64, Op::max, kWordTag, memory});
-    poll([&] { return allreduce->advance(); }, [&] { return allreduce->waiting_for(); });
+    Schedules schedules({topology_.peers_of_slice(0), topology_.node});
+    Allreduce allreduce(*channel_, schedules, kWordTag);
+    allreduce.begin(Algorithm::recursive_doubling, {extremes, 2, DType::int64, DType::int64, Op::max, memory});
+    complete(allreduce);
     return extremes[0] != signature ? extremes[0] : -extremes[1];
   }
   const auto me = at(topology_.node);

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "algorithms/allreduce.hpp"
+#include "algorithms/segmented.hpp"
 #include "engine/context.hpp"
 #include "transport/transport.hpp"
 
@@ -73,6 +73,8 @@ class Meeting {
   void wait_for_ranks(int ranks, uint64_t target, Value&& value);
   template <class Ready, class Peer>
   void poll(Ready&& ready, Peer&& peer);
+  template <class Operation>
+  void complete(Operation& operation);  // an allreduce between nodes
   Stall stall(std::function<std::vector<int>()> missing) const;
   std::string name() const;  // of the current call
   std::string late_text() const;

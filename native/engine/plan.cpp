@@ -12,16 +12,19 @@
 namespace keras_hpc {
 namespace {
 
-// Reductions across nodes that one lane keeps on the way for one plan.
-constexpr int kInFlight = 4;
-// Point-to-point tags: each plan has a block of them, one per bucket on the way and one for the weights. Plans further
-// apart than kTagBlocks share a block, which would matter only if both ran at the same time. MPI promises 32,767 tags.
-constexpr int kTagsPerPlan = 8;
-constexpr int kTagBlocks = 4000;
-constexpr int kHeaderPlace = kInFlight;
+// Point-to-point tags: each plan has a block of them. Plans further apart than kTagBlocks share a block, which would
+// matter only if both ran at the same time. MPI promises 32,767 tags.
+constexpr int kTagBlocks = 6000;
+static_assert(kTagBlocks * LaneNetwork::kTags <= 32767);
 // The tensors of a larger plan have left the processor's caches when they are copied to. (Writing past the caches is
 // slower for less, and faster for 100 MB inside of a training step; measured on Intel Sapphire Rapids.)
 constexpr size_t kStreamedBytes = 32 << 20;
+
+// Of float16 a sum that has not been divided yet may be too large.
+bool has_float16(const std::vector<TensorSpec>& tensors, std::optional<DType> wire) {
+  return wire == DType::float16 || std::any_of(tensors.begin(), tensors.end(),
+                                               [](const TensorSpec& tensor) { return tensor.dtype == DType::float16; });
+}
 
 }  // namespace
 
@@ -36,6 +39,7 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
       op_(op),
       weighted_(weighted && op == Op::mean),
       wire_(wire),
+      divides_late_(weighted_ && topology_.node_count > 1 && !has_float16(tensors_, wire)),
       layout_(tensors_, lanes),
       in_segment_(in_segment),
       data_(tensors_.size()),
@@ -59,15 +63,15 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
   for (const Bucket& bucket : layout_.buckets()) largest_bucket_ = std::max(largest_bucket_, bucket.end - bucket.begin);
   for (int lane = 0; lane < lanes; ++lane) {
     lanes_[at(lane)].number = lane;
-    lanes_[at(lane)].headers = std::make_shared<std::vector<double>>(at(topology_.size));
-    if (in_segment && topology_.node_count > 1) lanes_[at(lane)].sums = message_memory(kInFlight * largest_bucket_);
+    if (in_segment && topology_.node_count > 1)
+      lanes_[at(lane)].sums = message_memory(LaneNetwork::kInFlight * largest_bucket_);
   }
   memory_.emplace(team, layout_, lanes, in_segment, transport, control);
 }
 
 // ---- the execution, from the threads of the framework
 
-bool Plan::start(int tensor, void* data, double weight) {
+Plan::Started Plan::start(int tensor, void* data, double weight) {
   if (phase_.load(std::memory_order_acquire) != Phase::active) {
     const std::lock_guard lock(mutex_);
     if (phase_.load(std::memory_order_relaxed) != Phase::active) begin(weight);
@@ -81,13 +85,14 @@ bool Plan::start(int tensor, void* data, double weight) {
     place = memory_->tensors_of(topology_.local_rank) + layout_.range(tensor).begin;
     if (place != data) copy_tensor_(place, data, layout_.range(tensor).size());
   }
-  if (topology_.size == 1) return false;
-  bool completed = false;
+  Started started = Started::nothing;
+  if (topology_.size == 1) return started;
   const auto [first, last] = layout_.buckets_of(tensor);
   for (int b = first; b < last; ++b)
-    completed = unstarted_[at(b)].fetch_sub(1, std::memory_order_seq_cst) == 1 || completed;
-  if (completed) team_.my_bell().ring();
-  return completed;
+    if (unstarted_[at(b)].fetch_sub(1, std::memory_order_seq_cst) == 1)
+      started = memory_->is_small(layout_.buckets()[at(b)]) && started != Started::bucket ? Started::small_bucket
+                                                                                          : Started::bucket;
+  return started;
 }
 
 void Plan::begin(double weight) {
@@ -140,10 +145,6 @@ void Plan::release(int tensor) {
 
 // ---- a lane's work, from whichever thread holds it
 
-int Plan::network_tag(int place) const {
-  return (number_ % kTagBlocks) * kTagsPerPlan + place;
-}
-
 bool Plan::advance(int lane_number, Channel& channel) {
   if (topology_.size == 1 || layout_.buckets_of_lane(lane_number).empty()) return false;
   LaneState& lane = lanes_[at(lane_number)];
@@ -157,81 +158,87 @@ bool Plan::advance(int lane_number, Channel& channel) {
   return advanced;
 }
 
-// Copies what others own of the next bucket into the segment, once its tensors have been started and its place is free.
+// Copies what others own of the next bucket into the segment, or all of a small one, once its tensors have been started
+// and its place is free.
 bool Plan::pack_next(LaneState& lane) {
   if (lane.packed >= step_ * layout_.buckets_of_lane(lane.number).size()) return false;  // of the next execution
   const Turn next = memory_->turn(lane.number, lane.packed);
   if (unstarted_[at(next.index)].load(std::memory_order_seq_cst) > 0) return false;
   if (!memory_->has_place(lane.number, lane.packed)) return false;
-  if (!in_segment_)
+  const auto pack = [&](const Range& range, std::byte* to) {
+    for_parts(next, range,
+              [to](std::byte* tensor, size_t offset, size_t nbytes) { copy_shared(to + offset, tensor, nbytes); });
+  };
+  if (memory_->is_small(next.bucket)) {
+    pack(whole(next), memory_->shown(next, topology_.local_rank));
+  } else if (!in_segment_) {
     for (int owner = 0; owner < topology_.owners; ++owner)
-      if (owner != topology_.local_rank)
-        for_parts(next, owner, [&](std::byte* tensor, size_t offset, size_t nbytes) {
-          copy_shared(memory_->sent(next, owner, topology_.local_rank) + offset, tensor, nbytes);
-        });
+      if (owner != topology_.local_rank) pack(slice(next, owner), memory_->sent(next, owner, topology_.local_rank));
+  }
   memory_->raise(Stage::packed, lane.number, ++lane.packed);
   return true;
 }
 
 // Adds up this rank's slice of the next bucket, once all ranks of the node have packed it.
 bool Plan::reduce_next(LaneState& lane, Channel& channel) {
-  if (topology_.local_rank >= topology_.owners || lane.operations.size() >= kInFlight) return false;
+  if (topology_.local_rank >= topology_.owners || (lane.network && lane.network->is_full())) return false;
   if (memory_->lowest(Stage::packed, lane.number, topology_.local_size()) <= lane.reduced) return false;
+  if (topology_.node_count > 1 && !lane.network)
+    lane.network = std::make_unique<LaneNetwork>(channel, topology_, number_ % kTagBlocks * LaneNetwork::kTags);
   const Turn next = memory_->turn(lane.number, lane.reduced);
-  if (!know_weights(lane, lane.reduced / layout_.buckets_of_lane(lane.number).size() + 1, channel)) return false;
+  if (!know_weights(lane, lane.reduced / layout_.buckets_of_lane(lane.number).size() + 1)) return false;
   const auto begin = Clock::now();
   reduce(next, lane);
   // Else what it gave us may have been overwritten.
-  if (in_segment_) team_.failure->throw_if_neighbour_failed();
+  if (in_segment_ && !memory_->is_small(next.bucket)) team_.failure->throw_if_neighbour_failed();
   if (trace::enabled) trace::record(name_ + "/" + std::to_string(next.index), "reduce", team_.number, begin);
   ++lane.reduced;
-  if (topology_.node_count == 1) {
+  if (lane.network)
+    set_out(next, lane);
+  else if (memory_->is_small(next.bucket))
+    memory_->note(Stage::reduced, lane.number, ++lane.published);
+  else
     memory_->raise(Stage::reduced, lane.number, ++lane.published);
-    return true;
-  }
-  const Bucket& bucket = next.bucket;
-  const Range slice = Layout::slice(bucket, topology_.local_rank, topology_.owners);
-  std::unique_ptr<Allreduce> operation;
-  if (!slice.empty())
-    operation = make_allreduce(
-        algorithms_[at(next.index)],
-        {channel, topology_.peers_of_slice(topology_.local_rank), topology_.node,
-         sum_of(next, lane) + (slice.begin - bucket.begin), slice.size() / size_of(bucket.dtype), bucket.dtype,
-         wire_.value_or(bucket.dtype), op_, network_tag(static_cast<int>(next.number % kInFlight)),
-         in_segment_ ? std::shared_ptr<void>(lane.sums) : memory_->segment()});
-  lane.operations.push_back({next.number, std::move(operation), Clock::now()});
   return true;
 }
 
+// Sends this rank's slice to the other nodes.
+void Plan::set_out(const Turn& turn, LaneState& lane) {
+  const Bucket& bucket = turn.bucket;
+  const Range mine = slice(turn, topology_.local_rank);
+  lane.network->begin(
+      turn.number, algorithms_[at(turn.index)],
+      {sum_of(turn, lane) + (mine.begin - bucket.begin), mine.size() / size_of(bucket.dtype), bucket.dtype,
+       wire_.value_or(bucket.dtype), op_, in_segment_ ? std::shared_ptr<void>(lane.sums) : memory_->segment()});
+}
+
 bool Plan::uses_network(int lane) const {
-  return !lanes_[at(lane)].operations.empty() || lanes_[at(lane)].header_exchange != nullptr;
+  return lanes_[at(lane)].network && !lanes_[at(lane)].network->is_idle();
 }
 
 bool Plan::drive_network(LaneState& lane) {
-  for (InFlight& f : lane.operations) {
-    if (!f.operation || !f.operation->advance()) continue;
-    f.operation.reset();
-    const Turn done = memory_->turn(lane.number, f.turn);
-    spread(done, lane);
-    if (trace::enabled) trace::record(name_ + "/" + std::to_string(done.index), "network", team_.number, f.begin);
-  }
-  bool advanced = false;
-  while (!lane.operations.empty() && !lane.operations.front().operation) {
+  if (!lane.network || lane.network->is_idle()) return false;
+  bool moved = lane.network->advance() != Progress::none;
+  while (const auto arrival = lane.network->take()) {
+    const Turn turn = memory_->turn(lane.number, arrival->turn);
+    spread(turn, lane);
     memory_->raise(Stage::reduced, lane.number, ++lane.published);
-    lane.operations.pop_front();
-    advanced = true;
+    if (trace::enabled)
+      trace::record(name_ + "/" + std::to_string(turn.index), "network", team_.number, arrival->begin);
+    moved = true;
   }
-  return advanced;
+  return moved;
 }
 
 // Copies what others have reduced of the next bucket back into the tensors.
 bool Plan::copy_next(LaneState& lane) {
-  if (memory_->lowest(Stage::reduced, lane.number, topology_.owners) <= lane.copied) return false;
-  if (!in_segment_) {
-    const Turn next = memory_->turn(lane.number, lane.copied);
-    for (int owner = 0; owner < topology_.owners; ++owner)
+  if (lane.published <= lane.copied && topology_.local_rank < topology_.owners) return false;
+  const Turn next = memory_->turn(lane.number, lane.copied);
+  if (!memory_->is_small(next.bucket)) {  // that one is here already
+    if (memory_->lowest(Stage::reduced, lane.number, topology_.owners) <= lane.copied) return false;
+    for (int owner = 0; !in_segment_ && owner < topology_.owners; ++owner)
       if (owner != topology_.local_rank)
-        for_parts(next, owner, [&](std::byte* tensor, size_t offset, size_t nbytes) {
+        for_parts(next, slice(next, owner), [&](std::byte* tensor, size_t offset, size_t nbytes) {
           copy_tensor_(tensor, memory_->result(next, owner) + offset, nbytes);
         });
   }
@@ -241,80 +248,88 @@ bool Plan::copy_next(LaneState& lane) {
   return true;
 }
 
+Range Plan::slice(const Turn& turn, int owner) const {
+  return Layout::slice(turn.bucket, owner, topology_.owners);
+}
+
 template <class F>
-void Plan::for_parts(const Turn& turn, int owner, F&& f) const {
+void Plan::for_parts(const Turn& turn, const Range& range, F&& f) const {
   const Bucket& bucket = turn.bucket;
-  const Range slice = Layout::slice(bucket, owner, topology_.owners);
   for (int t = bucket.first; t <= bucket.last; ++t) {
-    const Range part = layout_.part(t, slice);
+    const Range part = layout_.part(t, range);
     if (!part.empty()) f(data_[at(t)] + (part.begin - layout_.range(t).begin), part.begin - bucket.begin, part.size());
   }
 }
 
-// The weights of an execution: on this node they lie in the segment; from other nodes they come in one small message.
-bool Plan::know_weights(LaneState& lane, uint64_t step, Channel& channel) {
-  if (lane.headers_step == step) return true;
-  const auto size = at(topology_.size);
-  if (!lane.header_exchange) {
-    lane.headers->assign(size, 0.0);
-    for (int r = 0; r < topology_.local_size(); ++r)
-      (*lane.headers)[at(topology_.local_ranks()[at(r)])] = memory_->weight_of(r);
-  }
-  if (topology_.node_count > 1 && weighted_) {
-    if (!lane.header_exchange) {
-      lane.header_exchange =
-          make_allreduce(Algorithm::recursive_doubling,
-                         {channel, topology_.peers_of_slice(topology_.local_rank), topology_.node, lane.headers->data(),
-                          size, DType::float64, DType::float64, Op::sum, network_tag(kHeaderPlace), lane.headers});
+// How much the ranks of this node count in an execution. The sum over all nodes comes in one small message, and only
+// float16 waits for it.
+bool Plan::know_weights(LaneState& lane, uint64_t step) {
+  const bool asks_others = weighted_ && topology_.node_count > 1;
+  if (lane.weights_step != step) {
+    lane.of_rank.clear();
+    double of_node = 0;
+    for (int r = 0; r < topology_.local_size(); ++r) {
+      lane.of_rank.push_back(weighted_ ? memory_->weight_of(r) : 1.0);
+      of_node += lane.of_rank.back();
     }
-    if (!lane.header_exchange->advance()) return false;
-    lane.header_exchange.reset();
+    lane.weights_step = step;
+    if (asks_others) lane.network->begin_weight(of_node);
+    const double of_all = weighted_ ? of_node : topology_.size;
+    find_weights(lane.of_rank, op_ == Op::mean && !divides_late_ ? of_all : 1.0, lane.weights);
   }
-  lane.weights = find_weights(op_, weighted_, *lane.headers, topology_.local_ranks());
-  lane.headers_step = step;
+  if (!asks_others || divides_late_) return true;
+  if (!lane.network->knows_weight()) return false;
+  find_weights(lane.of_rank, lane.network->weight(), lane.weights);
   return true;
 }
 
-void Plan::reduce(const Turn& turn, const LaneState& lane) {
+// Adds up this rank's slice, or all of a small bucket.
+void Plan::reduce(const Turn& turn, LaneState& lane) {
   const int me = topology_.local_rank;
-  const int local = topology_.local_size();
   const bool alone = topology_.node_count == 1;
-  std::vector<Source> sources;
-  sources.reserve(at(local));
-  std::vector<void*> outs;
-  outs.reserve(at(local));
-  for_parts(turn, me, [&](std::byte* mine, size_t offset, size_t nbytes) {
-    sources.clear();
-    outs.clear();
-    for (int r = 0; r < local; ++r) {
-      std::byte* theirs = r == me ? mine : memory_->sent(turn, me, r) + offset;
-      if (in_segment_ && alone && r != me) outs.push_back(theirs);
+  const bool small = memory_->is_small(turn.bucket);
+  for_parts(turn, small ? whole(turn) : slice(turn, me), [&](std::byte* mine, size_t offset, size_t nbytes) {
+    lane.sources.clear();
+    lane.outs.clear();
+    for (int r = 0; r < topology_.local_size(); ++r) {
       const double factor = lane.weights.weighted ? lane.weights.factors[at(r)] : 1.0;
+      std::byte* theirs = r == me ? mine : (small ? memory_->shown(turn, r) : memory_->sent(turn, me, r)) + offset;
+      if (in_segment_ && alone && !small && r != me) lane.outs.push_back(theirs);
       if (factor == 0.0) continue;  // has no samples in this step; its values may be NaN
-      sources.push_back({theirs, factor});
+      lane.sources.push_back({theirs, factor});
     }
     // Across nodes, first only where the network takes it from.
-    if (!in_segment_ || !alone) outs.push_back(sum_of(turn, lane) + offset);
-    if (alone) outs.push_back(mine);
-    keras_hpc::reduce(turn.bucket.dtype, op_, sources.data(), sources.size(), lane.weights.weighted, lane.weights.scale,
-                      outs.data(), outs.size(), nbytes / size_of(turn.bucket.dtype));
+    if (!small && (!in_segment_ || !alone)) lane.outs.push_back(sum_of(turn, lane) + offset);
+    if (alone) lane.outs.push_back(mine);
+    keras_hpc::reduce(turn.bucket.dtype, op_, lane.sources.data(), lane.sources.size(), lane.weights.weighted,
+                      lane.weights.scale, lane.outs.data(), lane.outs.size(), nbytes / size_of(turn.bucket.dtype));
   });
 }
 
 // From where the network left it to this rank's own tensors, or to all ranks' where they live in the segment.
-void Plan::spread(const Turn& turn, const LaneState& lane) {
+void Plan::spread(const Turn& turn, LaneState& lane) {
   const int me = topology_.local_rank;
-  for_parts(turn, me, [&](std::byte* mine, size_t offset, size_t nbytes) {
-    const std::byte* from = sum_of(turn, lane) + offset;
-    copy_shared(mine, from, nbytes);
-    for (int r = 0; in_segment_ && r < topology_.local_size(); ++r)
-      if (r != me) copy_shared(memory_->sent(turn, me, r) + offset, from, nbytes);
+  // If nobody has samples, the sums are zeros.
+  const double scale = divides_late_ && lane.network->weight() > 0 ? 1.0 / lane.network->weight() : 1.0;
+  for_parts(turn, slice(turn, me), [&](std::byte* mine, size_t offset, size_t nbytes) {
+    std::byte* from = sum_of(turn, lane) + offset;
+    lane.outs.assign({mine});
+    for (int r = 0; r < topology_.local_size(); ++r)
+      if (r != me && in_segment_) lane.outs.push_back(memory_->sent(turn, me, r) + offset);
+    if (scale == 1.0) {
+      for (void* out : lane.outs) copy_shared(out, from, nbytes);
+      return;
+    }
+    if (!in_segment_) lane.outs.push_back(from);  // where the other ranks find it
+    const Source source{from, 1.0};
+    keras_hpc::reduce(turn.bucket.dtype, Op::sum, &source, 1, false, scale, lane.outs.data(), lane.outs.size(),
+                      nbytes / size_of(turn.bucket.dtype));
   });
 }
 
 std::byte* Plan::sum_of(const Turn& turn, const LaneState& lane) const {
   if (lane.sums == nullptr) return memory_->result(turn, topology_.local_rank);
-  return lane.sums.get() + turn.number % kInFlight * largest_bucket_;
+  return lane.sums.get() + turn.number % LaneNetwork::kInFlight * largest_bucket_;
 }
 
 // ---- the rest

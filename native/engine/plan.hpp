@@ -11,12 +11,12 @@
 //   copy     once all owners have, rank r copies the slices that others reduced from the segment into its tensors and
 //            raises `copied`; when all ranks have, the place is free again.
 // So what goes from rank to rank stays in the processor's caches, however large the tensors are.
-// A plan whose tensors live in the segment copies nothing but what was somewhere else: the owner adds up its slice of
-// all ranks' tensors where they are, and writes the result into all of them. Each rank moves (L-1)/L of its bytes in
-// and out, L ranks per node. All counters only grow, so nothing is ever reset.
+// A small bucket has no owners: every rank packs all of it and reduces all of it for itself, so ranks wait for each
+// other once and not twice. A plan whose tensors live in the segment copies nothing but what was somewhere else: the
+// owner adds up its slice of all ranks' tensors where they are, and writes the result into all of them. Each rank moves
+// (L-1)/L of its bytes in and out, L ranks per node. All counters only grow, so nothing is ever reset.
 #pragma once
 #include <atomic>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -27,6 +27,7 @@
 #include "algorithms/allreduce.hpp"
 #include "algorithms/kernels.hpp"
 #include "engine/context.hpp"
+#include "engine/lane_network.hpp"
 #include "engine/layout.hpp"
 #include "engine/plan_memory.hpp"
 #include "engine/totals.hpp"
@@ -54,8 +55,9 @@ class Plan {
        Channel& control);
 
   // One execution: start of every tensor, then, once is_complete, release of every tensor. Thread-safe.
-  // True if all tensors of a bucket have been started with it.
-  bool start(int tensor, void* data, double weight);
+  // What can be packed because all its tensors have been started now: a small bucket, or more.
+  enum class Started { nothing, small_bucket, bucket };
+  Started start(int tensor, void* data, double weight);
   void check_started(int tensor) const;
   bool is_active() const { return phase_ != Phase::over; }  // an execution has begun and is not over
   bool is_complete(int tensor) const;                       // its result is where it was started
@@ -82,11 +84,6 @@ class Plan {
   PlanTotals totals() const { return totals_.read(); }  // of executions that are over
 
  private:
-  struct InFlight {
-    uint64_t turn;
-    std::unique_ptr<Allreduce> operation;  // null: finished
-    Clock::time_point begin;
-  };
   // Progress of one lane. Only the thread that holds the lane's lock touches it.
   struct LaneState {
     int number = 0;
@@ -95,14 +92,16 @@ class Plan {
     uint64_t reduced = 0;    // across nodes: handed to the network
     uint64_t published = 0;  // their results are visible to the node
     uint64_t copied = 0;
-    std::deque<InFlight> operations;
-    uint64_t headers_step = 0;  // the execution whose weights are known
-    std::shared_ptr<std::vector<double>> headers;
-    std::unique_ptr<Allreduce> header_exchange;
+    uint64_t weights_step = 0;  // the execution whose weights have been looked up
+    Weights weights;
+    std::unique_ptr<LaneNetwork> network;  // of an owner, across nodes
     // Across nodes, where tensors live in the segment: sums on their way. The tensors are the caller's when an error
     // ends the step, and the network may still be at it.
     std::shared_ptr<std::byte> sums;
-    Weights weights;
+    // Of no use to another call.
+    std::vector<double> of_rank;
+    std::vector<Source> sources;
+    std::vector<void*> outs;
   };
 
   enum class Phase : char { over, beginning, active };
@@ -112,17 +111,19 @@ class Plan {
   bool reduce_next(LaneState& lane, Channel& channel);
   bool drive_network(LaneState& lane);
   bool copy_next(LaneState& lane);
-  bool know_weights(LaneState& lane, uint64_t step, Channel& channel);
-  void reduce(const Turn& turn, const LaneState& lane);
-  void spread(const Turn& turn, const LaneState& lane);
+  bool know_weights(LaneState& lane, uint64_t step);
+  void reduce(const Turn& turn, LaneState& lane);
+  void set_out(const Turn& turn, LaneState& lane);
+  void spread(const Turn& turn, LaneState& lane);
   // Where a bucket's bytes begin, of which this rank's slice goes to other nodes.
   std::byte* sum_of(const Turn& turn, const LaneState& lane) const;
-  // Calls f(address, offset in the bucket, bytes) for each tensor's part of an owner's slice.
+  static Range whole(const Turn& turn) { return {turn.bucket.begin, turn.bucket.end}; }
+  Range slice(const Turn& turn, int owner) const;
+  // Calls f(address, offset in the bucket, bytes) for each tensor's part of a range.
   template <class F>
-  void for_parts(const Turn& turn, int owner, F&& f) const;
+  void for_parts(const Turn& turn, const Range& range, F&& f) const;
   uint64_t target(const Bucket& bucket) const;  // buckets of its lane that are copied when it is
   void note_complete(Clock::time_point now) { complete_at_.store(now, std::memory_order_relaxed); }
-  int network_tag(int place) const;
 
   const TeamContext& team_;
   const Topology& topology_;
@@ -132,6 +133,7 @@ class Plan {
   const Op op_;
   const bool weighted_;
   const std::optional<DType> wire_;
+  const bool divides_late_;  // values travel multiplied by the ranks' weights, and are divided by their sum at the end
   Layout layout_;
   size_t tensor_bytes_ = 0;  // without the gaps between tensors
   size_t largest_bucket_ = 0;

@@ -15,6 +15,9 @@ constexpr size_t kStages = 3;
 // Few enough for the processor's caches, and more than a lane has on the network, so that there are others to be copied
 // meanwhile.
 constexpr size_t kPlaces = 4, kPlacesAcrossNodes = 8;
+// Bytes of all ranks together up to which each rank adds up a bucket itself. It reads more than an owner does, and
+// waits once and not twice.
+constexpr size_t kSmallBytes = 64 << 10;
 
 }  // namespace
 
@@ -28,7 +31,12 @@ struct alignas(64) PlanMemory::Counter {
 
 PlanMemory::PlanMemory(const TeamContext& team, const Layout& layout, int lanes, bool in_segment, Transport& transport,
                        Channel& control)
-    : team_(team), topology_(*team.topology), layout_(layout), in_segment_(in_segment) {
+    : team_(team),
+      topology_(*team.topology),
+      layout_(layout),
+      in_segment_(in_segment),
+      small_bytes_(topology_.node_count == 1 && topology_.local_size() > 1 ? kSmallBytes / at(topology_.local_size())
+                                                                           : 0) {
   const auto local = at(topology_.local_size());
   size_t places = 0;
   for (int lane = 0; lane < lanes; ++lane) {
@@ -36,18 +44,25 @@ PlanMemory::PlanMemory(const TeamContext& team, const Layout& layout, int lanes,
                                        layout.buckets_of_lane(lane).size())});
     places += lanes_.back().places;
   }
-  size_t largest = 0;
-  for (const Bucket& bucket : layout.buckets()) largest = std::max(largest, bucket.end - bucket.begin);
-  slots_per_place_ = std::max<size_t>(1, local - 1);
-  slot_stride_ = Area::stride_for(largest);
+  size_t largest = 0, largest_small = 0;
+  for (const Bucket& bucket : layout.buckets()) {
+    size_t& most = is_small(bucket) ? largest_small : largest;
+    most = std::max(most, bucket.end - bucket.begin);
+  }
+  slot_stride_ = Area::stride_for(in_segment ? 0 : largest);
+  small_stride_ = Area::stride_for(largest_small);
+  place_bytes_ = std::max(std::max<size_t>(1, local - 1) * slot_stride_, local * small_stride_);
   const size_t control_bytes = local * sizeof(Shared) + kStages * at(lanes) * local * sizeof(Counter);
-  const size_t before_data = (control_bytes + kPage - 1) / kPage * kPage;
-  const size_t data_bytes =
-      in_segment ? local * Area::stride_for(layout.nbytes()) : places * slots_per_place_ * slot_stride_;
-  segment_ = transport.open_segment(control, before_data + data_bytes, in_segment ? before_data : SIZE_MAX);
+  const auto whole_pages = [](size_t nbytes) { return (nbytes + kPage - 1) / kPage * kPage; };
+  const size_t before_places = whole_pages(control_bytes);
+  const size_t before_tensors = whole_pages(before_places + places * place_bytes_);
+  segment_ =
+      transport.open_segment(control, before_tensors + (in_segment ? local * Area::stride_for(layout.nbytes()) : 0),
+                             in_segment ? before_tensors : SIZE_MAX);
   shared_ = reinterpret_cast<Shared*>(segment_->data());
   counters_ = reinterpret_cast<Counter*>(shared_ + local);
-  data_ = segment_->data() + before_data;
+  places_ = segment_->data() + before_places;
+  tensors_ = segment_->data() + before_tensors;
 }
 
 Turn PlanMemory::turn(int lane, uint64_t number) const {
@@ -75,7 +90,7 @@ uint64_t PlanMemory::lowest(Stage stage, int lane, int ranks) const {
 // time at least one finds all others there, because these stores and loads are sequentially consistent.
 void PlanMemory::raise(Stage stage, int lane, uint64_t value) {
   const int local = topology_.local_size();
-  counter(stage, lane, topology_.local_rank).value.store(value, std::memory_order_seq_cst);
+  note(stage, lane, value);
   if (stage == Stage::copied) {
     team_.callers[topology_.local_rank].wake();
     if (*team_.asynchronous_waits > 0) team_.my_bell().wake();
@@ -83,18 +98,30 @@ void PlanMemory::raise(Stage stage, int lane, uint64_t value) {
   if (lowest(stage, lane, stage == Stage::reduced ? topology_.owners : local) < value) return;
   for (int r = 0; r < (stage == Stage::packed ? topology_.owners : local); ++r) {
     // That all have copied matters to those only that wait for a place.
-    const bool waits = !in_segment_ && count(Stage::packed, lane, r) + 1 >= value + places(lane);
-    if (stage != Stage::copied || waits) team_.wake(r);
+    const auto waits = [&](uint64_t packed) { return packed + 1 >= value + places(lane) && needs_place(lane, packed); };
+    if (stage != Stage::copied || waits(count(Stage::packed, lane, r))) team_.wake(r);
   }
+}
+
+void PlanMemory::note(Stage stage, int lane, uint64_t value) {
+  counter(stage, lane, topology_.local_rank).value.store(value, std::memory_order_seq_cst);
+}
+
+std::byte* PlanMemory::place(const Turn& turn) const {
+  const Lane& lane = lanes_[at(turn.bucket.lane)];
+  return places_ + (lane.first + turn.number % lane.places) * place_bytes_;
+}
+
+std::byte* PlanMemory::shown(const Turn& turn, int local_rank) const {
+  return place(turn) + at(local_rank) * small_stride_;
 }
 
 // What contributor `r` sends to `owner` lies in slot (r - owner - 1) mod L of the bucket's place.
 std::byte* PlanMemory::sent(const Turn& turn, int owner, int contributor) const {
   if (in_segment_) return tensors_of(contributor) + turn.bucket.begin;
-  const Lane& lane = lanes_[at(turn.bucket.lane)];
   const int local = topology_.local_size();
   const size_t slot = local > 1 ? at((contributor - owner - 1 + local) % local) : 0;
-  return data_ + ((lane.first + turn.number % lane.places) * slots_per_place_ + slot) * slot_stride_;
+  return place(turn) + slot * slot_stride_;
 }
 
 // It overwrites slot 0.
@@ -103,7 +130,7 @@ std::byte* PlanMemory::result(const Turn& turn, int owner) const {
 }
 
 std::byte* PlanMemory::tensors_of(int local_rank) const {
-  return data_ + at(local_rank) * Area::stride_for(layout_.nbytes());
+  return tensors_ + at(local_rank) * Area::stride_for(layout_.nbytes());
 }
 
 double& PlanMemory::weight_of(int local_rank) const {

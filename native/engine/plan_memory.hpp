@@ -23,7 +23,7 @@ enum class Stage { packed, reduced, copied };
 
 class PlanMemory {
  public:
-  // Collective. With `in_segment` the tensors themselves live here, and buckets need no places.
+  // Collective. With `in_segment` the tensors themselves live here, and only small buckets need places.
   PlanMemory(const TeamContext& team, const Layout& layout, int lanes, bool in_segment, Transport& transport,
              Channel& control);
 
@@ -32,13 +32,18 @@ class PlanMemory {
   uint64_t count(Stage stage, int lane, int local_rank) const;
   uint64_t lowest(Stage stage, int lane, int ranks) const;
   void raise(Stage stage, int lane, uint64_t value);  // this rank's, by one; wakes whoever can go on now
+  void note(Stage stage, int lane, uint64_t value);   // the same, where nobody waits for it
 
   // Buckets of a lane that have a place at the same time. One is free when all ranks have copied its results.
   uint64_t places(int lane) const { return lanes_[static_cast<size_t>(lane)].places; }
   bool has_place(int lane, uint64_t number) const {
-    return in_segment_ || lowest(Stage::copied, lane, topology_.local_size()) + places(lane) > number;
+    return !needs_place(lane, number) || lowest(Stage::copied, lane, topology_.local_size()) + places(lane) > number;
   }
-  // Where a bucket's bytes begin: of what a rank has sent to an owner, and of an owner's results.
+  // Whether a bucket has no owners: each rank shows all of it to the others, and adds all of them up.
+  bool is_small(const Bucket& bucket) const { return bucket.end - bucket.begin <= small_bytes_; }
+  // Where a small bucket's bytes begin that a rank shows.
+  std::byte* shown(const Turn& turn, int local_rank) const;
+  // Where another one's begin: of what a rank has sent to an owner, and of an owner's results.
   std::byte* sent(const Turn& turn, int owner, int contributor) const;
   std::byte* result(const Turn& turn, int owner) const;
   std::byte* tensors_of(int local_rank) const;  // at their places in the layout, if they live here
@@ -54,17 +59,21 @@ class PlanMemory {
   };
 
   Counter& counter(Stage stage, int lane, int local_rank) const;
+  bool needs_place(int lane, uint64_t number) const { return !in_segment_ || is_small(turn(lane, number).bucket); }
+  std::byte* place(const Turn& turn) const;
 
   const TeamContext& team_;
   const Topology& topology_;
   const Layout& layout_;
   const bool in_segment_;
+  const size_t small_bytes_;
   std::vector<Lane> lanes_;
-  size_t slots_per_place_, slot_stride_;
+  size_t slot_stride_, small_stride_, place_bytes_;
   std::shared_ptr<Segment> segment_;
-  Shared* shared_;     // [local rank]
-  Counter* counters_;  // [stage][lane][local rank]
-  std::byte* data_;    // [place][slot], or the tensors of each local rank
+  Shared* shared_;      // [local rank]
+  Counter* counters_;   // [stage][lane][local rank]
+  std::byte* places_;   // [place][slot]
+  std::byte* tensors_;  // of each local rank, if they live here
 };
 
 }  // namespace keras_hpc

@@ -248,10 +248,15 @@ void Team::end_plan(Plan& plan) {
 void Team::start(Plan& plan, int tensor, void* data, double weight) {
   failure_->throw_if_set();
   const auto begin = trace::enabled ? Clock::now() : Clock::time_point();
-  const bool more_to_do = plan.start(tensor, data, weight);
+  const Plan::Started started = plan.start(tensor, data, weight);
   if (trace::enabled) trace::record(plan.tensors()[at(tensor)].name, "start", number(), begin);
-  if (options_.threads != 0 || (!more_to_do && topology().node_count == 1)) return;
-  guarded([this] { progress_all(); });
+  // A small bucket is packed in less time than it takes to wake the thread.
+  const bool helps = options_.threads == 0 ? started != Plan::Started::nothing || topology().node_count > 1
+                                           : started == Plan::Started::small_bucket;
+  if (helps)
+    guarded([this] { progress_all(); });
+  else if (started == Plan::Started::bucket)
+    context_.my_bell().ring();
 }
 
 void Team::wait(Plan& plan, int tensor) {

@@ -3,17 +3,15 @@
 #pragma once
 #include <vector>
 
-#include "common/dtype.hpp"
-
 namespace keras_hpc {
 
 struct Weights {
-  bool weighted = false;        // the factors count, and not all are equal
+  bool weighted = false;        // the factors count, because not all are equal
   double scale = 1;             // of the sum
   std::vector<double> factors;  // of the local ranks
 };
 
-// `of_rank`: samples of every rank, of which `local_ranks` are on this node. Not `weighted`: all ranks count alike.
-Weights find_weights(Op op, bool weighted, const std::vector<double>& of_rank, const std::vector<int>& local_ranks);
+// `of_rank`: what each rank of this node weighs, of `total`. A rank that weighs nothing has a factor of 0.
+void find_weights(const std::vector<double>& of_rank, double total, Weights& found);
 
 }  // namespace keras_hpc

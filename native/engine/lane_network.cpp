@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/lane_network.hpp"
+
+namespace keras_hpc {
+
+LaneNetwork::LaneNetwork(Channel& channel, const Topology& topology, int first_tag)
+    : schedules_({topology.peers_of_slice(topology.local_rank), topology.node}),
+      weight_operation_(channel, schedules_, first_tag + static_cast<int>(kInFlight)) {
+  for (int place = 0; place < static_cast<int>(kInFlight); ++place)
+    slices_.emplace_back(channel, schedules_, first_tag + place);
+}
+
+void LaneNetwork::begin(uint64_t turn, Algorithm algorithm, const AllreduceBuffer& slice) {
+  if (slice.count > 0) place_of(turn).begin(algorithm, slice);
+  on_way_.push_back({turn, slice.count == 0, Clock::now()});
+}
+
+std::optional<LaneNetwork::Arrival> LaneNetwork::take() {
+  if (on_way_.empty() || !on_way_.front().back || weight_on_way_) return std::nullopt;
+  const Arrival arrival{on_way_.front().turn, on_way_.front().begin};
+  on_way_.pop_front();
+  return arrival;
+}
+
+void LaneNetwork::begin_weight(double of_node) {
+  *weight_ = of_node;
+  weight_operation_.begin(Algorithm::recursive_doubling,
+                          {weight_.get(), 1, DType::float64, DType::float64, Op::sum, weight_});
+  weight_on_way_ = true;
+}
+
+Progress LaneNetwork::advance() {
+  bool moved = false;
+  const auto drive = [&moved](Allreduce& operation) {
+    const Progress progress = operation.advance();
+    moved = moved || progress != Progress::none;
+    return progress == Progress::done;
+  };
+  if (weight_on_way_) weight_on_way_ = !drive(weight_operation_);
+  for (OnWay& slice : on_way_)
+    if (!slice.back) slice.back = drive(place_of(slice.turn));
+  return is_idle() ? Progress::done : moved ? Progress::some : Progress::none;
+}
+
+}  // namespace keras_hpc
