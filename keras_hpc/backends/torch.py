@@ -54,12 +54,11 @@ def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = 
     tensors = [_checked(x, spec) for x, spec in zip(tensors, plan.tensors, strict=True)]
     if active is not None and not bool(active):
         return tensors
-    weight = 1.0 if weight is None else float(weight)
+    weight = _number(weight)
     copies = [x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for x in tensors]
     for index, copy in enumerate(copies):
-        plan.start(index, _bytes(copy), weight)
-    for index in range(len(copies)):
-        plan.wait(index)
+        plan.start_at(index, copy.data_ptr(), copy.nbytes, weight)
+    plan.wait_all()
     return [copy.to(x.device) for copy, x in zip(copies, tensors, strict=True)]
 
 
@@ -97,12 +96,10 @@ class Gradients:
 
     def __init__(self, plan: Any) -> None:
         self.plan = plan
-        # Bytes, because NumPy and PyTorch have no dtype of the same name for bfloat16.
-        self._bytes = [plan.array(i).reshape(-1).view(np.uint8) for i in range(len(plan.tensors))]
-        *self._views, self._came = [
-            torch.from_numpy(memory).view(_dtype(spec.dtype)).view(spec.shape)
-            for memory, spec in zip(self._bytes, plan.tensors, strict=True)
-        ]
+        gradients = plan.tensors[:-1]
+        self._expected = [(_dtype(spec.dtype), torch.Size(spec.shape)) for spec in gradients]
+        self._views = [from_numpy(plan.array(index), torch.empty(0)) for index in range(len(gradients))]
+        self._came = plan.array(len(gradients))
         self._given: dict[int, torch.Tensor] = {}
 
     @property
@@ -110,7 +107,6 @@ class Gradients:
         """Whether some of a step's gradients were given and not reduced."""
         return bool(self._given)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def give(self, index: int, gradient: torch.Tensor, weight: Any) -> torch.Tensor:
         """Start the reduction of a gradient.
 
@@ -126,22 +122,23 @@ class Gradients:
             RuntimeError: it was given in this step already.
             ValueError: it does not fit the plan.
         """
-        spec, view = self.plan.tensors[index], self._views[index]
         if index in self._given:
             raise RuntimeError(
                 "A gradient came twice in one step, while the first was being averaged. Expected one backward pass in "
-                f"Keras' own train_step; with several, write a train_step of your own. Received: `{spec.name}`"
+                "Keras' own train_step; with several, write a train_step of your own. Received: "
+                f"`{self.plan.tensors[index].name}`"
             )
-        gradient = _checked(gradient, spec)
-        on_host = gradient.device.type == "cpu"
-        memory = self._bytes[index]
-        if on_host and not gradient.is_sparse and gradient.is_contiguous():
-            memory = _bytes(gradient.detach())  # the engine copies large ones faster than PyTorch
+        self._check(index, gradient)
+        view = self._views[index]
+        memory = view
+        if gradient.is_cpu and gradient.layout is torch.strided and gradient.is_contiguous():
+            memory = gradient  # the engine copies large ones faster than PyTorch
         else:
-            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        self._given[index] = view if on_host else gradient
+            with torch.no_grad():
+                view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        self._given[index] = given = view if gradient.is_cpu else gradient
         self._start(index, weight, memory)
-        return self._given[index]
+        return given
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def reduce(self, gradients: Sequence[torch.Tensor | None], weight: Any) -> list[torch.Tensor | None]:
@@ -158,13 +155,13 @@ class Gradients:
         Raises:
             RuntimeError: another rank's step has failed.
         """
-        missing = {i: g for i, g in enumerate(gradients) if g is not None and i not in self._given}
+        missing = {i: _tensor(g) for i, g in enumerate(gradients) if g is not None and i not in self._given}
         for index, gradient in missing.items():  # before any is started
-            _checked(gradient, self.plan.tensors[index])
+            self._check(index, gradient)
         for index, gradient in missing.items():
             self.give(index, gradient, weight)
         given = self._complete(weight, 1.0)
-        if bool(self._came.isnan().any()):
+        if np.isnan(self._came).any():
             raise RuntimeError(
                 "Another rank has left this training step with an exception, so its gradients are not known. That "
                 "rank's own message says why."
@@ -184,21 +181,23 @@ class Gradients:
 
     def _complete(self, weight: Any, flag: float) -> dict[int, torch.Tensor]:
         given, self._given = self._given, {}
-        self._came.zero_()
-        for index, view in enumerate(self._views):
-            if index in given:
-                self._came[index] = 1.0
-            else:
-                view.zero_()
-                self._start(index, weight, self._bytes[index])
-        self._came *= flag
-        self._start(len(self._views), weight, self._bytes[-1])
-        for index in range(len(self.plan.tensors)):
-            self.plan.wait(index)
+        self._came[:] = 0.0
+        self._came[list(given)] = flag
+        if len(given) < len(self._views):
+            for index, view in enumerate(self._views):
+                if index not in given:
+                    view.zero_()
+                    self._start(index, weight, view)
+        self.plan.start(len(self._views), self._came, _number(weight))
+        self.plan.wait_all()
         return given
 
-    def _start(self, index: int, weight: Any, memory: np.ndarray) -> None:
-        self.plan.start(index, memory, 1.0 if weight is None else float(weight))
+    def _check(self, index: int, gradient: torch.Tensor) -> None:
+        if (gradient.dtype, gradient.shape) != self._expected[index]:
+            raise self.plan.tensors[index].misfit(gradient.shape, str(gradient.dtype).removeprefix("torch."))
+
+    def _start(self, index: int, weight: Any, memory: torch.Tensor) -> None:
+        self.plan.start_at(index, memory.data_ptr(), memory.nbytes, _number(weight))
 
 
 def gradients_of(plan: Any) -> Gradients:
@@ -316,9 +315,16 @@ def assign(variable: Any, value: np.ndarray) -> None:
     variable.assign(value)
 
 
+def _tensor(x: Any) -> torch.Tensor:
+    return x if isinstance(x, torch.Tensor) else torch.as_tensor(getattr(x, "value", x))
+
+
+def _number(weight: Any) -> float:
+    return 1.0 if weight is None else float(weight)
+
+
 def _checked(x: Any, spec: Any) -> torch.Tensor:
-    if not isinstance(x, torch.Tensor):
-        x = torch.as_tensor(getattr(x, "value", x))
+    x = _tensor(x)
     if x.dtype != _dtype(spec.dtype) or tuple(x.shape) != tuple(spec.shape):
         raise spec.misfit(x.shape, str(x.dtype).removeprefix("torch."))
     return x

@@ -71,9 +71,20 @@ class Plan:
         """
         self._native.start(tensor, bytes_of(array), weight)
 
+    def start_at(self, tensor: int, address: int, nbytes: int, weight: float = 1.0) -> None:
+        """Start the reduction of contiguous memory, which must live until `wait` returns.
+
+        The same as `start`, for who has no array: making one takes longer than starting a small tensor.
+        """
+        self._native.start_at(tensor, address, nbytes, weight)
+
     def wait(self, tensor: int) -> None:
         """Blocks until the array given to `start` holds the result."""
         self._native.wait(tensor)
+
+    def wait_all(self) -> None:
+        """Blocks until all arrays given to `start` hold the results."""
+        self._native.wait_all()
 
     def array(self, tensor: int) -> np.ndarray:
         """Return the memory of a tensor of a plan made with `in_segment=True`: where its result will be."""
