@@ -88,15 +88,15 @@ class Known:
 
     def local_layers(self) -> list[Any]:
         """Return the layers whose variables are each rank's own."""
-        return list(self._local_layers)
+        return [layer for layer, _ in _entries(self._local_layers)]
 
     def models(self) -> list[tuple[Any, ModelState]]:
         """Return the models that are known, with their states."""
-        return list(self._models.items())
+        return _entries(self._models)
 
     def optimizers(self) -> list[tuple[Any, OptimizerState]]:
         """Return the optimizers that are known, with their states."""
-        return list(self._optimizers.items())
+        return _entries(self._optimizers)
 
     def key_of(self, owner: Any, kind: str) -> str:
         """Return the name of the plans of a model, optimizer or layer.
@@ -112,3 +112,10 @@ class Known:
     def next_move(self) -> int:
         """Return a number larger than those before: the order in which models trained, the same on all ranks."""
         return next(self._moves)
+
+
+def _entries(states: weakref.WeakKeyDictionary[Any, Any]) -> list[tuple[Any, Any]]:
+    """Return the keys and values of a dictionary to which other threads may add at the same time."""
+    # `keyrefs` copies the keys at once, where `items` gives other threads time between any two of them.
+    owners = (reference() for reference in states.keyrefs())
+    return [(owner, states[owner]) for owner in owners if owner is not None]
