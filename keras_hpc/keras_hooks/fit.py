@@ -177,6 +177,8 @@ def _train_on_batch(original: Method) -> Method:
             # compile(), load_weights() and broadcast() make it so, on all ranks: to ask each time would make ranks wait
             # for each other at the beginning of every step, and undo what pipelined teams gain.
             if self.train_function is None or not replicas.was_synchronized(self):
+                # Where one rank has done it alone, it waits here in vain: the report of it says what for.
+                current.team_of(self).meet("Model.train_on_batch() after compile() or load_weights()")
                 given = signature.bind(self, *args, **kwargs).arguments
                 batch = tuple(given.get(name) for name in ("x", "y", "sample_weight"))
                 building.build(self, keras.tree.map_structure(_with_shape, batch))

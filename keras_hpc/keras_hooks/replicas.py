@@ -34,16 +34,17 @@ def install(job: Any, patcher: Any) -> None:
 
     def notice_weights(original: Any) -> Any:
         @functools.wraps(original)
-        def load_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-            original(self, *args, **kwargs)
-            loaded = set(map(id, self.variables))
-            for model, state in job.known.models():
-                if not loaded.isdisjoint(map(id, model.variables)):
+        def load_weights(model: Any, *args: Any, **kwargs: Any) -> Any:
+            original(model, *args, **kwargs)
+            loaded = set(map(id, model.variables))
+            for other, state in job.known.models():
+                if not loaded.isdisjoint(map(id, other.variables)):
                     state.synchronized = None
 
         return load_weights
 
     patcher.patch(keras.Model, "load_weights", notice_weights)
+    patcher.patch(keras.saving, "load_weights", notice_weights)
 
 
 def is_synchronized(owner: Any) -> bool:
