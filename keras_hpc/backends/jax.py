@@ -124,6 +124,8 @@ def repeat(plan: Any, updates: Any, reduced: Sequence[Any], state: Any, update: 
 
 
 def _run(program: Callable[..., Any], plan: Any, tensors: Sequence[Any], weight: Any, active: Any) -> list[jax.Array]:
+    # As programs get them: NumPy's float64 is float32 there, half as large as it says, unless x64 is on.
+    tensors = list(map(jnp.asarray, tensors))
     for x, spec in zip(tensors, plan.tensors, strict=True):
         if x.dtype.name != spec.dtype or tuple(x.shape) != tuple(spec.shape):
             raise spec.misfit(x.shape, x.dtype.name)
@@ -133,7 +135,7 @@ def _run(program: Callable[..., Any], plan: Any, tensors: Sequence[Any], weight:
     if any(map(is_traced, (*tensors, weight, active))):
         results: list[jax.Array] = program(plan.id, tensors, weight, active)
         return results
-    results = _program(program, plan.id)(list(tensors), weight, active)
+    results = _program(program, plan.id)(tensors, weight, active)
     # Ranks agree on the order of reductions because each is complete before the next begins.
     jax.block_until_ready(results)
     return results

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_hpc import backends
 from keras_hpc.job import current, log
@@ -96,7 +97,7 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
         if inside and not (_applying.reduce_later and _reduces_in_deferral(self, pipelined)):
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
-        gradients = list(bound.arguments["grads"])
+        gradients = list(map(_as_tensor, bound.arguments["grads"]))
         stateless = original.__name__ == "stateless_apply"  # which is given values instead of variables
         variables = (not stateless and bound.arguments.get("trainable_variables")) or self._trainable_variables
         if inside and pipelined:
@@ -157,6 +158,11 @@ def _apply_pipelined(
     if optimizer.gradient_accumulation_steps:
         return delayed.apply_accumulated(team, optimizer, gradients, variables, key, update)
     return delayed.apply(team, optimizer, gradients, variables, count, key, update)
+
+
+def _as_tensor(gradient: Any) -> Any:
+    """Return a gradient as the backend's tensor: Keras takes NumPy's arrays, too, whose dtype need not be one."""
+    return keras.ops.convert_to_tensor(gradient) if isinstance(gradient, np.ndarray) else gradient
 
 
 def _reducing_accumulated(original: Callable[..., Any]) -> Callable[..., Any]:

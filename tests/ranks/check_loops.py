@@ -174,6 +174,18 @@ def test_custom_jax_step_with_two_independent_optimizers():
 # Loops of the user's own: plain means, as nothing tells the batch size.
 
 
+def test_gradients_of_numpy():
+    # float64, which JAX takes for float32: a mean of eight bytes for each of its four would be written past its end.
+    gradients = [np.full(shape, 1.0 + job().rank) for shape in ((1000,), (3, 2))]
+    variables = [keras.Variable(np.zeros(gradient.shape, "float32")) for gradient in gradients]
+    optimizer = keras.optimizers.SGD(1.0)
+    for _ in range(3):
+        optimizer.apply(gradients, variables)
+    for variable in variables:
+        expected = np.full(variable.shape, -3 * (1 + job().size) / 2)
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(variable), expected)
+
+
 def even(array, step, whole):
     return part(array[:144], step % 6, whole)  # 24 samples divide among 1, 2, 3 and 4 ranks
 
