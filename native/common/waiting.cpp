@@ -22,6 +22,10 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
 
 }  // namespace
 
+Clock::time_point Clock::now() {
+  return std::chrono::steady_clock::now();
+}
+
 void Bell::ring() {
   // Pairs with the fence of Sleeper.
   std::atomic_thread_fence(std::memory_order_seq_cst);

@@ -12,7 +12,11 @@
 
 namespace keras_hpc {
 
-using Clock = std::chrono::steady_clock;
+// The time of everything in the engine. A simulator links another one, with its own ways to wait.
+struct Clock {
+  using time_point = std::chrono::steady_clock::time_point;
+  static time_point now();
+};
 
 inline double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
