@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// What algorithms/kernels.cpp is elsewhere: touches no data, and takes the time that it would.
+#include "algorithms/kernels.hpp"
+
+#include <algorithm>
+
+#include "simulator/simulated.hpp"
+
+namespace keras_hpc {
+namespace {
+
+using simulated::rates;
+
+void take(size_t nbytes, double bytes_per_s) {
+  simulated::work(static_cast<double>(nbytes) / bytes_per_s);
+}
+
+}  // namespace
+
+void reduce(DType dtype, Op, const Source*, size_t n_sources, bool, double, void* const*, size_t, size_t count) {
+  // One source, a scaled copy, is one pass, too.
+  take(size_of(dtype) * count * std::max<size_t>(1, n_sources - std::min<size_t>(1, n_sources)),
+       rates.reduce_bytes_per_s);
+}
+
+void to_16_bits(DType, const float*, void*, size_t count) {
+  take(sizeof(float) * count, rates.convert_bytes_per_s);
+}
+
+void from_16_bits(DType, const void*, float*, size_t count) {
+  take(sizeof(float) * count, rates.convert_bytes_per_s);
+}
+
+void copy_shared(void*, const void*, size_t nbytes) {
+  take(nbytes, rates.copy_bytes_per_s);
+}
+
+void copy_streaming(void*, const void*, size_t nbytes) {
+  take(nbytes, rates.copy_bytes_per_s);
+}
+
+}  // namespace keras_hpc

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// Simulated time, of the rank that calls: the simulator's side of common/waiting.hpp and algorithms/kernels.hpp.
+#pragma once
+#include <cstddef>
+
+namespace keras_hpc::simulated {
+
+// Of one core. None is measured on the machines that are simulated: see benchmarks/simulator.py.
+struct Rates {
+  double reduce_bytes_per_s = 5e9;
+  double copy_bytes_per_s = 8e9;
+  double convert_bytes_per_s = 4e9;
+};
+extern Rates rates;
+
+double now();  // seconds
+void sleep(double seconds);
+// Time of the processor. Pieces of less than a microsecond are put together.
+void work(double seconds);
+// A rank that waits does so at most until then, because it has something else to do.
+void wake_at(double time);
+
+}  // namespace keras_hpc::simulated

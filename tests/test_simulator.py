@@ -1,0 +1,87 @@
+"""The engine on simulated nodes: what its schedules take, to the microsecond, and what no schedule can beat."""
+
+import pytest
+
+from benchmarks import simulator
+
+pytestmark = pytest.mark.skipif(simulator.missing() is not None, reason=str(simulator.missing()))
+NODES, BYTES = 16, 2**20
+# Simulated microseconds on Aries. A change of a schedule, of waiting or of what a lane does changes them: look whether
+# it is what you meant, and put the new ones here.
+EXPECTED = {"recursive_doubling": 3016.461, "rabenseifner": 1023.808, "ring": 633.608, "pairwise": 696.608}
+
+
+@pytest.fixture(scope="module")
+def simulate(tmp_path_factory):
+    program = simulator.build(tmp_path_factory.mktemp("simulator"))
+    folder = tmp_path_factory.mktemp("platform")
+
+    def run(platform, nodes, *options, **settings):
+        return simulator.simulate(program, simulator.PLATFORMS[platform], nodes, folder, options, **settings)
+
+    return run
+
+
+@pytest.mark.parametrize("algorithm", EXPECTED)
+def test_microseconds_of_an_allreduce(simulate, algorithm):
+    found = simulate("aries", NODES, "--algorithm", algorithm, "--bytes", BYTES)
+    assert found["algorithm"] == algorithm
+    assert found["us"] == pytest.approx(EXPECTED[algorithm], rel=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", ["rabenseifner", "ring", "pairwise"])
+def test_nothing_is_faster_than_the_links(simulate, algorithm):
+    # With arithmetic that takes no time: each node sends 2 (p - 1) / p of the bytes at 10 GB/s.
+    free = ["--reduce-rate", 1e15, "--copy-rate", 1e15]
+    found = simulate("switch", NODES, "--algorithm", algorithm, "--bytes", 64 * BYTES, *free)
+    least = 2 * (NODES - 1) / NODES * 64 * BYTES / 10e9 * 1e6
+    assert least <= found["us"] < 1.1 * least  # the ring naps in each of its 30 steps
+
+
+def test_arithmetic_takes_its_time(simulate):
+    fast = simulate("switch", 2, "--algorithm", "rabenseifner", "--bytes", BYTES, "--reduce-rate", 1e15)
+    slow = simulate("switch", 2, "--algorithm", "rabenseifner", "--bytes", BYTES, "--reduce-rate", 1e9)
+    half = BYTES / 2 / 1e9 * 1e6  # each node adds up half of the bytes
+    assert slow["us"] - fast["us"] == pytest.approx(half, rel=0.1)
+
+
+def _tensors(folder, rows):
+    path = folder / "tensors"
+    path.write_text("".join(f"{elements} {at}\n" for elements, at in rows))
+    return path
+
+
+def test_a_step_hides_what_comes_early(simulate, tmp_path):
+    early = _tensors(tmp_path, [(BYTES // 4, 0.1)] * 4 + [(16, 1.0)])
+    found = simulate("aries", NODES, "--tensors", early, "--compute-s", 0.09, "--update-s", 0.01)
+    assert found["buckets"] == 5
+    assert 0 < found["exposed_ms"] < 0.2
+    assert found["step_ms"] == pytest.approx(100 + found["exposed_ms"], abs=0.01)
+    late = _tensors(tmp_path, [(BYTES // 4, 1.0)] * 4)
+    found = simulate("aries", NODES, "--tensors", late, "--compute-s", 0.09, "--update-s", 0.01)
+    assert found["exposed_ms"] > 1.5  # 4 MiB through a link of 5.25 GB/s, out and in
+    assert found["efficiency"] == pytest.approx(100 / found["step_ms"], rel=1e-4)
+
+
+def test_steps_wait_for_the_slowest_node(simulate, tmp_path):
+    tensors = _tensors(tmp_path, [(16, 1.0)])
+    steps = tmp_path / "steps"
+    steps.write_text("0.09\n0.11\n")
+    found = simulate(
+        "switch", 64, "--tensors", tensors, "--variation", steps, "--compute-s", 0.1, "--update-s", 0, "--repeats", 4
+    )
+    assert found["step_ms"] == pytest.approx(110, rel=0.01)
+
+
+def test_the_library_has_an_allreduce_too(simulate):
+    found = simulate("switch", NODES, "--algorithm", "mpi", "--bytes", 64 * BYTES, library="mpich")
+    assert found["us"] >= 2 * (NODES - 1) / NODES * 64 * BYTES / 10e9 * 1e6
+
+
+def test_errors_say_what_is_wrong(simulate):
+    with pytest.raises(simulator.SimulatorError, match="Expected 2 to 1536 nodes"):
+        simulate("aries", 5000)
+    with pytest.raises(simulator.SimulatorError, match="Unknown algorithm of an allreduce"):
+        simulate("aries", 2, "--algorithm", "tree")
+    with pytest.raises(simulator.SimulatorError, match="Unknown option"):
+        simulate("aries", 2, "--speed", 1)
