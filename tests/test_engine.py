@@ -51,6 +51,29 @@ def test_a_plan_with_more_buckets_than_places(nodes, threads):
         check([steps[step] for steps in results], nodes, counts, dtypes, "mean", weights, step)
 
 
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 0, 0], [0, 1, 1]], ids=str)
+@pytest.mark.parametrize("in_segment", [False, True], ids=["", "in segment"])
+def test_a_rank_that_is_ahead_changes_no_weight_of_the_step_before(nodes, in_segment):
+    """Each rank's weight is another one in each step, and small buckets let a rank go on before others are done."""
+
+    def work(team, rank):
+        plan = team.plan("test", [("t", "float32", 3)], "mean", True, in_segment=in_segment)
+        means = []
+        for step in range(2000):
+            x = np.full(3, float(rank), np.float32)
+            plan.start(0, as_bytes(x), float((rank + step) % 3))
+            plan.wait(0)
+            means.append((plan.memory(0).view(np.float32) if in_segment else x).tolist())
+        return means
+
+    want = []
+    for step in range(2000):
+        weights = [float((rank + step) % 3) for rank in range(len(nodes))]
+        want.append([np.average(range(len(nodes)), weights=weights)] * 3)
+    for means in run(nodes, work):
+        np.testing.assert_allclose(means, want, rtol=1e-6)
+
+
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 0, 1]], ids=str)
 def test_a_plan_that_no_cache_holds(nodes):
     """40 MB, whose results are written past the caches; tensors begin anywhere in a cache line."""

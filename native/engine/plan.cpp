@@ -96,8 +96,8 @@ Plan::Started Plan::start(int tensor, void* data, double weight) {
 }
 
 void Plan::begin(double weight) {
-  // All ranks have read the weight of the execution before: its results could not be here else.
-  if (topology_.size > 1) memory_->weight_of(topology_.local_rank) = weight;
+  // All ranks have begun the execution before, and so have read the weight of the one before that.
+  if (topology_.size > 1) memory_->weight_of(topology_.local_rank, step() + 1) = weight;
   for (size_t b = 0; b < layout_.buckets().size(); ++b)
     unstarted_[b].store(tensors_in_bucket_[b], std::memory_order_relaxed);
   for (auto& state : states_) state.store(State::idle, std::memory_order_relaxed);
@@ -269,7 +269,7 @@ bool Plan::know_weights(LaneState& lane, uint64_t step) {
     lane.of_rank.clear();
     double of_node = 0;
     for (int r = 0; r < topology_.local_size(); ++r) {
-      lane.of_rank.push_back(weighted_ ? memory_->weight_of(r) : 1.0);
+      lane.of_rank.push_back(weighted_ ? memory_->weight_of(r, step) : 1.0);
       of_node += lane.of_rank.back();
     }
     lane.weights_step = step;

@@ -22,7 +22,7 @@ constexpr size_t kSmallBytes = 64 << 10;
 }  // namespace
 
 struct alignas(128) PlanMemory::Shared {
-  double weight;
+  double weights[2];
 };
 
 struct alignas(64) PlanMemory::Counter {
@@ -133,8 +133,8 @@ std::byte* PlanMemory::tensors_of(int local_rank) const {
   return tensors_ + at(local_rank) * Area::stride_for(layout_.nbytes());
 }
 
-double& PlanMemory::weight_of(int local_rank) const {
-  return shared_[local_rank].weight;
+double& PlanMemory::weight_of(int local_rank, uint64_t step) const {
+  return shared_[local_rank].weights[step % 2];
 }
 
 }  // namespace keras_hpc

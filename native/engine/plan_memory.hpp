@@ -49,7 +49,9 @@ class PlanMemory {
   std::byte* tensors_of(int local_rank) const;  // at their places in the layout, if they live here
   const std::shared_ptr<Segment>& segment() const { return segment_; }
 
-  double& weight_of(int local_rank) const;  // in the current execution; written before anything is packed
+  // In an execution; written before anything of it is packed. There are two, because a small bucket is back as soon as
+  // all have packed it: a rank may begin the next execution while another one still reads the weights of this one.
+  double& weight_of(int local_rank, uint64_t step) const;
 
  private:
   struct Shared;  // of one rank

@@ -350,7 +350,8 @@ bool Team::progress(int lane_number) {
       busy = busy || plan->uses_network(lane_number);
     }
     lane.plans.remove_if([](const Plan* plan) { return !plan->is_active(); });
-    lane.network_is_busy.store(busy, std::memory_order_relaxed);
+    // The lane's own thread looks after the network, and may have gone to sleep before this one sent something.
+    if (!lane.network_is_busy.exchange(busy) && busy) context_.my_bell().ring();
     if (moved) add(progress_seconds_, seconds_since(begin));
     advanced = advanced || moved;
   }
