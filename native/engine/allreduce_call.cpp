@@ -75,7 +75,7 @@ std::byte* AllreduceCall::result_of(int owner, uint64_t call) const {
 
 std::shared_ptr<Area> AllreduceCall::make_area(Channel& channel, size_t nbytes) {
   const size_t stride = Area::stride_for(nbytes);
-  auto segment = transport_.open_segment(channel, at(topology_.local_size()) * stride, 0);
+  auto segment = transport_.open_segment(channel, 0, stride);
   const std::lock_guard lock(areas_mutex_);
   auto area = std::make_shared<Area>(next_area_++, std::move(segment), nbytes, stride);
   areas_.erase(std::remove_if(areas_.begin(), areas_.end(), [](const auto& a) { return a.expired(); }), areas_.end());

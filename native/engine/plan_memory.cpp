@@ -56,9 +56,7 @@ PlanMemory::PlanMemory(const TeamContext& team, const Layout& layout, int lanes,
   const auto whole_pages = [](size_t nbytes) { return (nbytes + kPage - 1) / kPage * kPage; };
   const size_t before_places = whole_pages(control_bytes);
   const size_t before_tensors = whole_pages(before_places + places * place_bytes_);
-  segment_ =
-      transport.open_segment(control, before_tensors + (in_segment ? local * Area::stride_for(layout.nbytes()) : 0),
-                             in_segment ? before_tensors : SIZE_MAX);
+  segment_ = transport.open_segment(control, before_tensors, in_segment ? Area::stride_for(layout.nbytes()) : 0);
   shared_ = reinterpret_cast<Shared*>(segment_->data());
   counters_ = reinterpret_cast<Counter*>(shared_ + local);
   places_ = segment_->data() + before_places;

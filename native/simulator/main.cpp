@@ -85,7 +85,8 @@ class SimulatedTransport final : public Transport {
  public:
   explicit SimulatedTransport(std::unique_ptr<Transport> mpi) : Transport(mpi->topology()), mpi_(std::move(mpi)) {}
   std::unique_ptr<Channel> open_channel() override { return mpi_->open_channel(); }
-  std::unique_ptr<Segment> open_segment(Channel&, size_t nbytes, size_t) override {
+  std::unique_ptr<Segment> open_segment(Channel&, size_t engine_bytes, size_t bytes_of_rank) override {
+    const size_t nbytes = engine_bytes + bytes_of_rank;
     void* data = reserve(nbytes);
     return std::make_unique<Segment>(data, nbytes, [data, nbytes] { munmap(data, nbytes); });
   }

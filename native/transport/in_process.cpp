@@ -121,7 +121,8 @@ class InProcessTransport final : public Transport {
     return std::make_unique<InProcessChannel>(world_, channels_++, topology().rank, topology().size);
   }
 
-  std::unique_ptr<Segment> open_segment(Channel&, size_t nbytes, size_t) override {
+  std::unique_ptr<Segment> open_segment(Channel&, size_t engine_bytes, size_t bytes_of_rank) override {
+    const size_t nbytes = engine_bytes + static_cast<size_t>(topology().local_size()) * bytes_of_rank;
     const std::lock_guard lock(world_->mutex);
     std::shared_ptr<void>& memory = world_->segments[{topology().node, segments_++}];
     if (!memory) {

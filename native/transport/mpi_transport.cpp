@@ -133,9 +133,12 @@ class MpiTransport final : public Transport {
 
   std::unique_ptr<Channel> open_channel() override { return std::make_unique<MpiChannel>(comm_->duplicate()); }
 
-  std::unique_ptr<Segment> open_segment(Channel& channel, size_t nbytes, size_t users_begin) override {
+  std::unique_ptr<Segment> open_segment(Channel& channel, size_t engine_bytes, size_t bytes_of_rank) override {
     // The first rank of the node makes the file; the others open it through its /proc entry. Every rank learns
-    // whether it worked everywhere, so that all raise together and none waits for one that gave up.
+    // whether it worked everywhere, so that all raise together and none waits for one that gave up. Each reserves its
+    // own part, and the first one the engine's.
+    const auto me = static_cast<size_t>(topology().local_rank);
+    const size_t nbytes = engine_bytes + static_cast<size_t>(topology().local_size()) * bytes_of_rank;
     Descriptor file;
     std::string error;
     SharedFile offer;
@@ -149,7 +152,8 @@ class MpiTransport final : public Transport {
     }
     const auto ranks = static_cast<size_t>(topology().size);
     const Numbers offers = gather(channel, ranks, {offer.pid, offer.descriptor}, time_limit());
-    void* data = nullptr;
+    std::byte* data = nullptr;
+    bool reserved = false;
     if (error.empty()) {
       const auto leader = 2 * static_cast<size_t>(topology().local_ranks()[0]);
       offer = {static_cast<int32_t>(offers[leader]), static_cast<int32_t>(offers[leader + 1])};
@@ -158,19 +162,27 @@ class MpiTransport final : public Transport {
         if (file.fd < 0) error = std::string("cannot open the memory of a rank on the same node: ") + strerror(errno);
       }
       try {
-        if (file.fd >= 0) data = map_shared_file(file.fd, nbytes, users_begin);
+        if (file.fd >= 0) {
+          data = static_cast<std::byte*>(map_shared_file(file.fd, nbytes));
+          if (me == 0) reserve_shared_memory(file.fd, data, 0, engine_bytes);
+          const size_t begin = engine_bytes + me * bytes_of_rank;
+          reserve_shared_memory(file.fd, data, begin, begin + bytes_of_rank);
+          reserved = true;
+        }
       } catch (const Error& e) {
         error = e.what();
       }
     }
-    const Numbers mapped = gather(channel, ranks, {data != nullptr}, time_limit());
-    for (size_t r = 0; r < mapped.size(); ++r) {
-      if (mapped[r]) continue;
+    const Numbers done = gather(channel, ranks, {reserved}, time_limit());
+    for (size_t r = 0; r < done.size(); ++r) {
+      if (done[r]) continue;
       if (data != nullptr) unmap_shared_file(data, nbytes);
       throw Error("Rank " + std::to_string(r) + " could not share memory with the other ranks of its node" +
                       (error.empty() ? "." : ": " + error),
                   static_cast<int>(r));
     }
+    hide_from_children(data, engine_bytes);
+    reach_shared_memory(data, engine_bytes);
     return std::make_unique<Segment>(data, nbytes, [data, nbytes, depth = fork_depth()] {
       // A child has other things where its parent has the segment.
       if (fork_depth() == depth) unmap_shared_file(data, nbytes);

@@ -19,9 +19,15 @@ namespace {
 
 constexpr char kName[] = "keras_hpc";
 constexpr size_t kPage = 4096;
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, of Linux 5.14, which older headers do not have
 
 std::string mebibytes(uint64_t nbytes) {
   return std::to_string(nbytes >> 20) + " MiB";
+}
+
+Error cannot_reserve(size_t nbytes, int failure) {
+  return Error("Cannot reserve " + mebibytes(nbytes) +
+               " of shared memory for communication: " + std::strerror(failure));
 }
 
 }  // namespace
@@ -40,11 +46,10 @@ int create_shared_file(size_t nbytes) {
     close(fd);
     throw Error(std::string("Cannot make shared memory private (fchmod): ") + std::strerror(errno));
   }
-  const int failure = posix_fallocate(fd, 0, static_cast<off_t>(nbytes));
-  if (failure != 0) {
+  if (ftruncate(fd, static_cast<off_t>(nbytes)) != 0) {
+    const int failure = errno;
     close(fd);
-    throw Error("Cannot reserve " + mebibytes(nbytes) +
-                " of shared memory for communication: " + std::strerror(failure));
+    throw cannot_reserve(nbytes, failure);
   }
   return fd;
 }
@@ -60,13 +65,29 @@ int open_shared_file(const SharedFile& file) {
   return open(path.c_str(), O_RDWR | O_CLOEXEC);
 }
 
-void* map_shared_file(int descriptor, size_t nbytes, size_t users_begin) {
-  // MAP_POPULATE: page faults inside a training step would cost four times as much as the copy itself.
-  void* data = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor, 0);
+void* map_shared_file(int descriptor, size_t nbytes) {
+  void* data = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (data == MAP_FAILED) throw Error(std::string("Cannot map shared memory: ") + std::strerror(errno));
-  const size_t hidden = std::min(nbytes, users_begin) / kPage * kPage;
-  if (hidden > 0) madvise(data, hidden, MADV_DONTFORK);
+  madvise(data, nbytes, MADV_HUGEPAGE);  // where the administrator lets shared memory have them (shmem_enabled)
   return data;
+}
+
+void reserve_shared_memory(int descriptor, std::byte* data, size_t begin, size_t end) {
+  begin = begin / kPage * kPage;
+  if (begin >= end) return;
+  if (madvise(data + begin, end - begin, kPopulateWrite) == 0) return;
+  if (errno != EINVAL) throw cannot_reserve(end - begin, errno);
+  const int failure = posix_fallocate(descriptor, static_cast<off_t>(begin), static_cast<off_t>(end - begin));
+  if (failure != 0) throw cannot_reserve(end - begin, failure);
+  reach_shared_memory(data + begin, end - begin);
+}
+
+void reach_shared_memory(std::byte* data, size_t nbytes) {
+  for (size_t page = 0; page < nbytes; page += kPage) static_cast<void>(*static_cast<volatile std::byte*>(data + page));
+}
+
+void hide_from_children(void* data, size_t nbytes) {
+  if (nbytes >= kPage) madvise(data, nbytes / kPage * kPage, MADV_DONTFORK);
 }
 
 void unmap_shared_file(void* data, size_t nbytes) {

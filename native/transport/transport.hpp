@@ -51,9 +51,9 @@ class Transport {
 
   // Collective.
   virtual std::unique_ptr<Channel> open_channel() = 0;
-  // Collective: every rank of the team calls it; each node gets one segment that its ranks share. What lies before
-  // `users_begin` is the engine's: forked children of a rank do not inherit it.
-  virtual std::unique_ptr<Segment> open_segment(Channel& channel, size_t nbytes, size_t users_begin = SIZE_MAX) = 0;
+  // Collective: every rank of the team calls it; each node gets one segment that its ranks share. It begins with
+  // `engine_bytes`, which forked children of a rank do not inherit; then each rank has `bytes_of_rank` of its own.
+  virtual std::unique_ptr<Segment> open_segment(Channel& channel, size_t engine_bytes, size_t bytes_of_rank = 0) = 0;
 
  protected:
   explicit Transport(Topology topology) : topology_(std::move(topology)) {}
