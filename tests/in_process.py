@@ -75,10 +75,10 @@ def data_of(rank, counts, dtypes, step=0):
     ]
 
 
-def reduce_plan(team, arrays, dtypes, op, weighted, weight, plan=None, order=None):
+def reduce_plan(team, arrays, dtypes, op, weighted, weight, plan=None, order=None, bucket_bytes=0):
     if plan is None:
         specs = [(f"t{i}", dtype, a.size) for i, (a, dtype) in enumerate(zip(arrays, dtypes, strict=True))]
-        plan = team.plan("test", specs, op, weighted)
+        plan = team.plan("test", specs, op, weighted, bucket_bytes=bucket_bytes)
     for i in order if order is not None else range(len(arrays)):
         plan.start(i, as_bytes(arrays[i]), weight)
     for i in range(len(arrays)):

@@ -225,6 +225,7 @@ def test_any_plan(data):
     n = len(counts)
     dtypes = data.draw(st.lists(st.sampled_from(["float32", "float64", "bfloat16"]), min_size=n, max_size=n))
     threads = data.draw(st.integers(0, 2), "threads")
+    bucket_bytes = data.draw(st.sampled_from([0, 4096, 100_000, 8 << 20]), "bucket_bytes")
     weights = data.draw(st.lists(st.sampled_from([0.0, 1.0, 5.0, 24.0]), min_size=size, max_size=size), "weights")
     orders = [data.draw(st.permutations(range(len(counts)))) for _ in nodes]
     if sum(weights) == 0:
@@ -234,7 +235,7 @@ def test_any_plan(data):
         plan = None
         for step in range(2):
             arrays = data_of(rank, counts, dtypes, step)
-            plan = reduce_plan(team, arrays, dtypes, "mean", True, weights[rank], plan, orders[rank])
+            plan = reduce_plan(team, arrays, dtypes, "mean", True, weights[rank], plan, orders[rank], bucket_bytes)
         return arrays
 
     check(run(nodes, work, threads), nodes, counts, dtypes, "mean", weights, step=1)
@@ -345,6 +346,21 @@ def test_memory_of_a_plan(local, count):
     others = (1 << 20) + 64 * 1024
     assert max(run([0] * local, segment_bytes)) <= min(4 * count, 4 << 20) + others
     assert max(run([0, 1], segment_bytes)) <= min(4 * count, 8 << 20) + others
+
+
+def test_buckets_are_as_large_as_asked_for_and_as_fits_many_nodes():
+    def segment_bytes(bucket_bytes):
+        def work(team, rank):
+            team.plan("p", [("t", "float32", 20_000_000)], "sum", False, bucket_bytes=bucket_bytes)
+            return team.report()["segment_bytes"]
+
+        return work
+
+    others = (1 << 20) + 64 * 1024
+    assert max(run([0, 0], segment_bytes(1 << 16))) <= (4 << 16) + others
+    assert max(run([0, 0], segment_bytes(4 << 20))) > 7 << 20
+    assert max(run(range(31), segment_bytes(0))) <= (8 << 20) + others
+    assert max(run(range(32), segment_bytes(0))) > 30 << 20
 
 
 def test_trace_records_starts_reductions_and_waits():

@@ -10,6 +10,8 @@ from keras_hpc.job import current, launch
 from keras_hpc.job.current import team_number
 from keras_hpc.job.team import NonMemberTeam, Schedule, Team, make_team
 
+_MIN_BUCKET, _MAX_BUCKET = 4096, 2**30  # bytes
+
 
 def configure_team(
     team: int = 0,
@@ -19,6 +21,7 @@ def configure_team(
     cooldown_steps: int | float = 0,
     max_steps: int | None = None,
     wire_dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+    bucket_bytes: int | None = None,
     report_every: int | None = None,
     ranks: Sequence[int] | None = None,
 ) -> None:
@@ -39,6 +42,9 @@ def configure_team(
         max_steps: steps of the whole training, where no `fit` says so: with `train_on_batch` and loops of your own, and
             with data of unknown length.
         wire_dtype: gradients of float32 are rounded to it on their way between nodes. None: as `init` was told.
+        bucket_bytes: gradients are reduced in buckets of at most so many bytes; the first can begin when its last
+            gradient is there, and the last one ends when all are. Fewer, larger messages suit many nodes, smaller ones
+            the caches of nodes with many ranks. None: 1 MiB, and 4 MiB from 32 nodes, but for the last tenth.
         report_every: after so many steps rank 0 prints what the team's reductions cost: bytes, time, how much of it
             steps waited, and how they went. None: never.
         ranks: the ranks of the job that belong to the team, in ascending order: its models are broadcast, reduced and
@@ -64,6 +70,13 @@ def configure_team(
         raise ValueError(f"`max_steps` is a number of steps. Expected an integer >= 1. Received: {max_steps!r}")
     if wire_dtype != "float32":
         check_wire(wire_dtype)
+    if bucket_bytes is not None and (
+        not isinstance(bucket_bytes, int) or not _MIN_BUCKET <= bucket_bytes <= _MAX_BUCKET
+    ):
+        raise ValueError(
+            f"`bucket_bytes` is the size of a bucket. Expected an integer from {_MIN_BUCKET:,} to {_MAX_BUCKET:,}. "
+            f"Received: {bucket_bytes!r}"
+        )
     if report_every is not None and (not isinstance(report_every, int) or report_every < 1):
         raise ValueError(f"`report_every` is a number of steps. Expected an integer >= 1. Received: {report_every!r}")
     if ranks is not None:
@@ -72,8 +85,10 @@ def configure_team(
         return
     _check_unused(members)
     chosen = Schedule(schedule, synchronous_steps, cooldown_steps, max_steps)
-    members.agree("The arguments of keras_hpc.configure_team", [f"{chosen}, wire_dtype={wire_dtype}"])
+    members.agree("The arguments of keras_hpc.configure_team", [f"{chosen}, {wire_dtype=!s}, {bucket_bytes=}"])
     members.schedule, members.report_every = chosen, report_every
+    if bucket_bytes is not None:
+        members.bucket_bytes = bucket_bytes
     if wire_dtype is not None:
         members.wire_dtype = None if wire_dtype == "float32" else wire_dtype
     current.job().delayed = any(t.schedule.pipelined for t in current.job().teams)
@@ -114,7 +129,8 @@ def _restrict(index: int, ranks: Sequence[int]) -> Team:
         numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
         world = launch.World(comm, comm.rank, comm.size, [numbers[node] for node in nodes])
         team = make_team(world, index, **options)
-        team.ranks, team.comm, team.wire_dtype = tuple(chosen), comm, old.wire_dtype
+        team.ranks, team.comm = tuple(chosen), comm
+        team.wire_dtype, team.bucket_bytes = old.wire_dtype, old.bucket_bytes
     else:
         team = NonMemberTeam(index, this.rank, chosen)
     this.teams[index] = team

@@ -54,8 +54,9 @@ class Plan:
         in_segment: bool,
         pipelined: bool,
     ) -> None:
+        buckets = team.bucket_bytes or 0
         specs = [(t.name, t.dtype, math.prod(t.shape)) for t in tensors]
-        self._native = team.native.plan(key, specs, op, weighted, wire_dtype or "", in_segment, pipelined)
+        self._native = team.native.plan(key, specs, op, weighted, wire_dtype or "", in_segment, pipelined, buckets)
         self.name = key
         self.id: int = self._native.id
         self.tensors = tuple(tensors)

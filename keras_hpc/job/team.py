@@ -62,6 +62,7 @@ class Team:
         options: what it was made with: `threads`, `timeout_seconds`, `stall_seconds`.
         comm: the communicator of a team of some of the ranks, else None.
         wire_dtype: "float16" or "bfloat16" if gradients of float32 are rounded to it on their way between nodes.
+        bucket_bytes: gradients are reduced in buckets of at most so many bytes; None: what fits the nodes.
         schedule: when it applies which gradients.
         report_every: steps after which rank 0 prints what reductions cost; None: never.
         selection_key: under which measured choices are kept; empty with one rank.
@@ -79,6 +80,7 @@ class Team:
         self.options: dict[str, Any] = {}
         self.comm: Any = None
         self.wire_dtype: str | None = None
+        self.bucket_bytes: int | None = None
         self.schedule = Schedule()
         self.report_every: int | None = None
         self.selection_key = ""

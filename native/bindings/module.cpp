@@ -229,15 +229,15 @@ class PyMpi {
 using Spec = std::tuple<std::string, std::string, int64_t>;
 
 PyPlan make_plan(const PyTeam& owner, const std::string& name, const std::vector<Spec>& tensors, const std::string& op,
-                 bool weighted, const std::string& wire, bool in_segment, bool pipelined) {
+                 bool weighted, const std::string& wire, bool in_segment, bool pipelined, size_t bucket_bytes) {
   std::vector<TensorSpec> specs;
   for (const auto& [tensor, dtype, count] : tensors) {
     if (count < 0) throw nb::value_error("A tensor has 0 elements or more.");
     specs.push_back({tensor, parse_dtype(dtype), count});
   }
   const auto team = owner.get();
-  const auto plan = WithoutGil()(
-      [&] { return team->make_plan(name, specs, parse_op(op), weighted, parse_wire(wire), in_segment || pipelined); });
+  const PlanOptions options{parse_op(op), weighted, parse_wire(wire), in_segment || pipelined, bucket_bytes};
+  const auto plan = WithoutGil()([&] { return team->make_plan(name, specs, options); });
   const auto pipeline = pipelined ? team->make_pipeline(*plan) : nullptr;
   return {&owner, plan, pipeline, registry::add(team, plan, pipeline)};
 }
@@ -464,7 +464,8 @@ NB_MODULE(_native, m) {
       .def_prop_ro("node_count", [](const PyTeam& team) { return team.get()->topology().node_count; })
       .def_prop_ro("threads", [](const PyTeam& team) { return team.get()->threads(); })
       .def("plan", &make_plan, "name"_a, "tensors"_a, "op"_a, "weighted"_a, "wire_dtype"_a = "", "in_segment"_a = false,
-           "pipelined"_a = false, nb::keep_alive<0, 1>(), "Collective: a plan for tensors (name, dtype, count).")
+           "pipelined"_a = false, "bucket_bytes"_a = 0, nb::keep_alive<0, 1>(),
+           "Collective: a plan for tensors (name, dtype, count).")
       .def("allreduce", &allreduce, "data"_a.noconvert(), "dtype"_a, "op"_a, "path"_a = "", "wire_dtype"_a = "",
            "what"_a = "", "shape"_a = std::vector<int64_t>())
       .def(

@@ -295,7 +295,7 @@ int khpc_plan_create(int team, const char* name, int count, const char* const* t
           specs.push_back({text(tensors[i], "a tensor's name"), parse_dtype(text(dtypes[i], "a dtype")), elements[i]});
         }
         const auto t = registry::team(team);
-        return registry::add(t, t->make_plan(text(name, "name"), specs, parse_op(text(op, "op")), weighted != 0));
+        return registry::add(t, t->make_plan(text(name, "name"), specs, {parse_op(text(op, "op")), weighted != 0}));
       },
       -1);
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "algorithms/kernels.hpp"
+#include "transport/topology.hpp"
 
 namespace keras_hpc {
 
@@ -31,10 +32,19 @@ struct Range {
   size_t size() const { return empty() ? 0 : end - begin; }
 };
 
+// How large buckets may be.
+struct BucketBytes {
+  size_t most;
+  size_t last;  // of the last tenth of all bytes: nothing is computed any more while the last bucket is reduced
+
+  // `most` as asked for, or, with 0, as fits the nodes and their ranks.
+  static BucketBytes of(const Topology& topology, size_t asked);
+};
+
 class Layout {
  public:
-  // Buckets of at most `bucket_bytes` are dealt to the lanes in turn.
-  Layout(const std::vector<TensorSpec>& tensors, int lanes, size_t bucket_bytes = size_t{1} << 20);
+  // Buckets are dealt to the lanes in turn.
+  Layout(const std::vector<TensorSpec>& tensors, int lanes, BucketBytes bucket_bytes);
 
   int tensor_count() const { return static_cast<int>(ranges_.size()); }
   size_t nbytes() const { return nbytes_; }

@@ -28,20 +28,20 @@ bool has_float16(const std::vector<TensorSpec>& tensors, std::optional<DType> wi
 
 }  // namespace
 
-Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<TensorSpec> tensors, Op op, bool weighted,
-           int lanes, std::optional<DType> wire, bool in_segment, const AlgorithmFor& algorithm_for,
-           Transport& transport, Channel& control)
+Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<TensorSpec> tensors,
+           const PlanOptions& options, int lanes, const AlgorithmFor& algorithm_for, Transport& transport,
+           Channel& control)
     : team_(team),
       topology_(*team.topology),
       number_(number),
       name_(std::move(name)),
       tensors_(std::move(tensors)),
-      op_(op),
-      weighted_(weighted && op == Op::mean),
-      wire_(wire),
-      divides_late_(weighted_ && topology_.node_count > 1 && !has_float16(tensors_, wire)),
-      layout_(tensors_, lanes),
-      in_segment_(in_segment),
+      op_(options.op),
+      weighted_(options.weighted && op_ == Op::mean),
+      wire_(options.wire),
+      divides_late_(weighted_ && topology_.node_count > 1 && !has_float16(tensors_, wire_)),
+      layout_(tensors_, lanes, BucketBytes::of(topology_, options.bucket_bytes)),
+      in_segment_(options.in_segment),
       data_(tensors_.size()),
       states_(tensors_.size()),
       unstarted_(layout_.buckets().size()),
@@ -49,24 +49,24 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
   for (int t = 0; t < layout_.tensor_count(); ++t) tensor_bytes_ += layout_.range(t).size();
   if (tensor_bytes_ > kStreamedBytes) copy_tensor_ = copy_streaming;
   for (const TensorSpec& tensor : tensors_)
-    if (op == Op::mean && (tensor.dtype == DType::int32 || tensor.dtype == DType::int64))
+    if (op_ == Op::mean && (tensor.dtype == DType::int32 || tensor.dtype == DType::int64))
       throw Error("The mean of integers is not an integer. Expected op sum, min or max for '" + tensor.name + "'.");
   for (const Bucket& bucket : layout_.buckets()) {
     int held = 0;
     for (int t = bucket.first; t <= bucket.last; ++t) held += !layout_.part(t, {bucket.begin, bucket.end}).empty();
     tensors_in_bucket_.push_back(held);
   }
-  if (topology_.size == 1 && !in_segment) return;  // the result is the tensor
+  if (topology_.size == 1 && !in_segment_) return;  // the result is the tensor
   if (topology_.node_count > 1)
     for (const Bucket& bucket : layout_.buckets())
       algorithms_.push_back(algorithm_for((bucket.end - bucket.begin) / at(topology_.owners)));
   for (const Bucket& bucket : layout_.buckets()) largest_bucket_ = std::max(largest_bucket_, bucket.end - bucket.begin);
   for (int lane = 0; lane < lanes; ++lane) {
     lanes_[at(lane)].number = lane;
-    if (in_segment && topology_.node_count > 1)
+    if (in_segment_ && topology_.node_count > 1)
       lanes_[at(lane)].sums = message_memory(LaneNetwork::kInFlight * largest_bucket_);
   }
-  memory_.emplace(team, layout_, lanes, in_segment, transport, control);
+  memory_.emplace(team, layout_, lanes, in_segment_, transport, control);
 }
 
 // ---- the execution, from the threads of the framework

@@ -43,15 +43,22 @@ struct PlanProgress {
   std::vector<int> not_started;  // tensors of this step; none once all of it is over
 };
 
+struct PlanOptions {
+  Op op = Op::mean;
+  bool weighted = false;           // a mean: each rank's values count as often as its weight says
+  std::optional<DType> wire = {};  // 16 bits to which float32 is rounded between nodes
+  bool in_segment = false;         // the tensors live in Plan::memory(), to where start copies others
+  size_t bucket_bytes = 0;         // at most; 0: what fits the nodes and their ranks
+};
+
 class Plan {
  public:
   // Says how slices of so many bytes go from node to node.
   using AlgorithmFor = std::function<Algorithm(size_t nbytes)>;
 
-  // Collective on the team, with the same arguments on every rank. Between nodes, float32 travels as `wire`. With
-  // `in_segment` the tensors live in memory(), where start copies others to.
-  Plan(const TeamContext& team, int number, std::string name, std::vector<TensorSpec> tensors, Op op, bool weighted,
-       int lanes, std::optional<DType> wire, bool in_segment, const AlgorithmFor& algorithm_for, Transport& transport,
+  // Collective on the team, with the same arguments on every rank.
+  Plan(const TeamContext& team, int number, std::string name, std::vector<TensorSpec> tensors,
+       const PlanOptions& options, int lanes, const AlgorithmFor& algorithm_for, Transport& transport,
        Channel& control);
 
   // One execution: start of every tensor, then, once is_complete, release of every tensor. Thread-safe.

@@ -54,7 +54,7 @@ Stopwatch::Stopwatch(Team& team, size_t nbytes, int tensors, std::optional<DType
   for (size_t t = 0; t <= n; ++t) begins_.push_back(count_ * t / n);
   for (size_t t = 0; t < n; ++t)
     specs.push_back({"t" + std::to_string(t), DType::float32, static_cast<int64_t>(begins_[t + 1] - begins_[t])});
-  plan_ = team.make_plan("stopwatch " + std::to_string(nbytes), specs, Op::sum, false, wire);
+  plan_ = team.make_plan("stopwatch " + std::to_string(nbytes), specs, {Op::sum, false, wire});
 }
 
 Stopwatch::~Stopwatch() = default;

@@ -197,19 +197,21 @@ auto Team::sharing(F&& f) -> decltype(f()) {
   }
 }
 
-std::shared_ptr<Plan> Team::make_plan(const std::string& name, const std::vector<TensorSpec>& tensors, Op op,
-                                      bool weighted, std::optional<DType> wire, bool in_segment) {
+std::shared_ptr<Plan> Team::make_plan(const std::string& name, const std::vector<TensorSpec>& tensors,
+                                      const PlanOptions& options) {
   if (tensors.empty()) throw Error("Plan '" + name + "' has no tensors.");
   std::vector<std::string> items;
-  items.push_back(std::string(name_of(op)) + (weighted ? ", weighted" : "") +
-                  (wire ? std::string(", sent as ") + name_of(*wire) : "") + (in_segment ? ", in the segment" : ""));
+  items.push_back(std::string(name_of(options.op)) + (options.weighted ? ", weighted" : "") +
+                  (options.wire ? std::string(", sent as ") + name_of(*options.wire) : "") +
+                  (options.in_segment ? ", in the segment" : "") +
+                  (options.bucket_bytes > 0 ? ", buckets of " + std::to_string(options.bucket_bytes) + " bytes" : ""));
   for (const TensorSpec& tensor : tensors)
     items.push_back(tensor.name + ": " + std::to_string(tensor.count) + " x " + name_of(tensor.dtype));
   agree("The tensors of plan '" + name + "'", items);
   const auto algorithm_for = [this](size_t nbytes) { return allreduce_->algorithm_for(nbytes, true); };
   const auto plan = sharing([&] {
-    return std::make_shared<Plan>(context_, next_plan_++, name, tensors, op, weighted, static_cast<int>(lanes_.size()),
-                                  wire, in_segment, algorithm_for, *transport_, *control_);
+    return std::make_shared<Plan>(context_, next_plan_++, name, tensors, options, static_cast<int>(lanes_.size()),
+                                  algorithm_for, *transport_, *control_);
   });
   const std::lock_guard lock(plans_mutex_);
   plans_.push_back(plan);

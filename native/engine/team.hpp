@@ -66,10 +66,9 @@ class Team {
   void set_time_limit(double seconds);
 
   // Collective; throws PlanMismatch on every rank if the lists differ. The plan lives until end_plan, or as long as the
-  // team. Between nodes, float32 is rounded to the 16 bits of `wire`, if given. With `in_segment` the tensors live in
-  // its memory.
-  std::shared_ptr<Plan> make_plan(const std::string& name, const std::vector<TensorSpec>& tensors, Op op, bool weighted,
-                                  std::optional<DType> wire = std::nullopt, bool in_segment = false);
+  // team.
+  std::shared_ptr<Plan> make_plan(const std::string& name, const std::vector<TensorSpec>& tensors,
+                                  const PlanOptions& options);
   // For a plan whose tensors live in its segment.
   std::shared_ptr<Pipeline> make_pipeline(Plan& plan);
   // Frees a plan that no rank will start again, and its pipeline. Every rank does so, between executions.

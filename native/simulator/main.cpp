@@ -35,6 +35,7 @@ struct Options {
   double compute_s = 0.29, update_s = 0.01;
   int repeats = 3;
   std::string wire = "float32";
+  size_t bucket_bytes = 0;  // the engine's choice
   std::string variation;  // a file of what a node's steps took, of which each node takes some at random
 
   Options(int count, char** words) {
@@ -56,6 +57,8 @@ struct Options {
         repeats = std::stoi(value);
       else if (name == "--wire")
         wire = value;
+      else if (name == "--bucket-bytes")
+        bucket_bytes = std::stoull(value);
       else if (name == "--variation")
         variation = value;
       else if (name == "--reduce-rate")
@@ -222,9 +225,10 @@ void time_steps(const Options& options, Rank& rank, Transport& transport) {
   const Timeline timeline(options.tensors);
   const int count = static_cast<int>(timeline.tensors.size());
   const DType wire = parse_dtype(options.wire);
+  const PlanOptions reduction{Op::mean, true, wire == DType::float32 ? std::nullopt : std::optional<DType>(wire), false,
+                              options.bucket_bytes};
   Plan plan(
-      rank.context, 0, "step", timeline.tensors, Op::mean, true, 1,
-      wire == DType::float32 ? std::nullopt : std::optional<DType>(wire), false,
+      rank.context, 0, "step", timeline.tensors, reduction, 1,
       [&](size_t nbytes) { return options.algorithm_for(nbytes, static_cast<size_t>(topology.size)); }, transport,
       *rank.channel);
   void* data = reserve(kTensorSpace);

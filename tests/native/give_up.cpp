@@ -50,8 +50,8 @@ void communicate(Team& team, int kind, float* data, size_t count) {
   if (kind == 0) return team.allreduce(data, n, DType::float32, Op::sum);
   if (kind == 1) return team.allreduce(data, n, DType::float32, Op::sum, DType::bfloat16);
   if (kind == 2 || kind == 3) {
-    const auto plan = team.make_plan("p", {{"a", DType::float32, n / 3}, {"b", DType::float32, n - n / 3}}, Op::sum,
-                                     kind == 3, std::nullopt, kind == 3);
+    const auto plan = team.make_plan("p", {{"a", DType::float32, n / 3}, {"b", DType::float32, n - n / 3}},
+                                     {Op::sum, kind == 3, std::nullopt, kind == 3});
     team.start(*plan, 1, data + count / 3, 1.0);
     team.start(*plan, 0, data, 1.0);
     team.wait(*plan, 0);

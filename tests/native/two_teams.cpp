@@ -30,8 +30,8 @@ void work(Team& team, int rank, int ranks, int seed) {
   std::mt19937 random(static_cast<unsigned>(seed));
   std::mt19937 mine(static_cast<unsigned>(1000 * seed + rank));
   const auto weighted_plan =
-      team.make_plan("weighted", {{"a", DType::float32, 300000}, {"b", DType::float32, 10}}, Op::mean, true);
-  const auto plain_plan = team.make_plan("plain", {{"c", DType::float64, 5000}}, Op::sum, false);
+      team.make_plan("weighted", {{"a", DType::float32, 300000}, {"b", DType::float32, 10}}, {Op::mean, true});
+  const auto plain_plan = team.make_plan("plain", {{"c", DType::float64, 5000}}, {Op::sum, false});
   Plan &weighted = *weighted_plan, &plain = *plain_plan;
   std::vector<float> a(300000), b(10);
   std::vector<double> c(5000);
@@ -85,8 +85,8 @@ void work(Team& team, int rank, int ranks, int seed) {
 
 // Rank 0 gives up, uses its memory again at once, and closes the team while a thread of its own waits for another plan.
 void give_up(Team& team, int rank, int late_ms) {
-  const auto plan = team.make_plan("plan", {{"a", DType::float32, 100000}}, Op::sum, false);
-  const auto other = team.make_plan("other", {{"b", DType::float32, 1000}}, Op::sum, false);
+  const auto plan = team.make_plan("plan", {{"a", DType::float32, 100000}}, {Op::sum, false});
+  const auto other = team.make_plan("other", {{"b", DType::float32, 1000}}, {Op::sum, false});
   std::vector<float> a(100000, 1), b(1000, 1);
   std::thread waiter;
   if (rank == 0) {

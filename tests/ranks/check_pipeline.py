@@ -345,6 +345,7 @@ def test_what_is_never_applied_is_said(caplog):
         ({"synchronous_steps": -1}, "Received: synchronous_steps=-1"),
         ({"cooldown_steps": 1.5}, "Received: cooldown_steps=1.5"),
         ({"max_steps": 0}, "Received: 0"),
+        ({"bucket_bytes": 1 << 31}, "Received: 2147483648"),
         ({"wire_dtype": "int8"}, "Received: wire_dtype='int8'"),
         ({"team": 2}, "Received: team=2"),
     ],
