@@ -6,7 +6,7 @@
 namespace keras_hpc {
 
 const char* name_of(Algorithm algorithm) {
-  constexpr const char* names[] = {"recursive_doubling", "rabenseifner", "ring", "pairwise"};
+  constexpr const char* names[] = {"recursive_doubling", "rabenseifner", "ring", "pairwise", "library"};
   return names[static_cast<size_t>(algorithm)];
 }
 
@@ -14,7 +14,8 @@ Algorithm parse_algorithm(const std::string& name) {
   for (const Algorithm algorithm : kAlgorithms)
     if (name == name_of(algorithm)) return algorithm;
   throw Error(
-      "Unknown algorithm of an allreduce. Expected recursive_doubling, rabenseifner, ring or pairwise. Received: " +
+      "Unknown algorithm of an allreduce. Expected recursive_doubling, rabenseifner, ring, pairwise or library. "
+      "Received: " +
       name);
 }
 
@@ -47,10 +48,20 @@ Allreduce::Allreduce(Channel& channel, Schedules& schedules, int tag)
 void Allreduce::begin(Algorithm algorithm, const AllreduceBuffer& buffer) {
   b_ = buffer;
   wire_.set(buffer.dtype, buffer.wire);
+  messages_->data = buffer.memory;
+  if (algorithm == Algorithm::library) {
+    Channel* library = schedules_.peers().library;
+    const Op op = buffer.op == Op::mean ? Op::sum : buffer.op;
+    if (library != nullptr && !wire_.rounds() && library->can_allreduce(buffer.dtype, op)) {
+      schedule_ = nullptr;
+      pending_.add(library->iallreduce(buffer.data, buffer.count, buffer.dtype, op));
+      return;
+    }
+    algorithm = usual_algorithm(wire_.nbytes(buffer.count), schedules_.peers().ranks.size());
+  }
   schedule_ = &schedules_.of(algorithm, buffer.count);
   step_ = 0;
   posted_ = false;
-  messages_->data = buffer.memory;
   const size_t nbytes = wire_.rounds() ? wire_.nbytes(buffer.count) : 0;
   if (sent_bytes_ >= nbytes) return;
   messages_->sent = message_memory(nbytes);
@@ -58,6 +69,7 @@ void Allreduce::begin(Algorithm algorithm, const AllreduceBuffer& buffer) {
 }
 
 Progress Allreduce::advance() {
+  if (schedule_ == nullptr) return pending_.test() ? Progress::done : Progress::none;
   bool moved = false;
   for (; step_ < schedule_->size(); ++step_, moved = true) {
     const Step& step = (*schedule_)[step_];

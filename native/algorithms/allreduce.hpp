@@ -21,9 +21,10 @@
 
 namespace keras_hpc {
 
-enum class Algorithm { recursive_doubling, rabenseifner, ring, pairwise };  // see schedule.hpp
+// See schedule.hpp; `library` is MPI_Iallreduce.
+enum class Algorithm { recursive_doubling, rabenseifner, ring, pairwise, library };
 constexpr Algorithm kAlgorithms[] = {Algorithm::recursive_doubling, Algorithm::rabenseifner, Algorithm::ring,
-                                     Algorithm::pairwise};
+                                     Algorithm::pairwise, Algorithm::library};
 const char* name_of(Algorithm algorithm);
 Algorithm parse_algorithm(const std::string& name);
 // A good guess where nothing has been measured.
@@ -31,8 +32,9 @@ Algorithm usual_algorithm(size_t nbytes, size_t peers);
 
 // Ranks that reduce together.
 struct Peers {
-  std::vector<int> ranks;  // in the same order on all of them; two or more
-  int me;                  // index of this rank among them
+  std::vector<int> ranks;      // in the same order on all of them; two or more
+  int me;                      // index of this rank among them
+  Channel* library = nullptr;  // theirs alone, for Algorithm::library; where it is missing they go the usual way
 };
 
 // The schedules of one rank, each made once.
@@ -66,7 +68,7 @@ class Allreduce {
   // No other operation between these ranks uses `tag` on the channel at the same time.
   Allreduce(Channel& channel, Schedules& schedules, int tag);
 
-  // The one before is done.
+  // The one before is done. With Algorithm::library, all peers begin all operations in the same order.
   void begin(Algorithm algorithm, const AllreduceBuffer& buffer);
   // Once it is done, the buffer holds the result.
   Progress advance();

@@ -9,9 +9,11 @@ namespace {
 
 constexpr size_t kMessageBytes = size_t{256} << 10;
 
+constexpr size_t kMostParts = 64;  // else the segments on the way take much memory
+
 // Recursive doubling sends all of a segment, the others some of it to each peer.
 size_t bytes_of_segment(Algorithm algorithm, size_t peers) {
-  return kMessageBytes * (algorithm == Algorithm::recursive_doubling ? 1 : peers);
+  return kMessageBytes * (algorithm == Algorithm::recursive_doubling ? 1 : std::min(peers, kMostParts));
 }
 
 }  // namespace

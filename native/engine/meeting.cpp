@@ -44,6 +44,7 @@ struct Meeting::Counters {
 
 Meeting::Meeting(const TeamContext& team, Transport& transport, Channel& control)
     : team_(team), topology_(*team.topology), channel_(transport.open_channel()) {
+  if (topology_.node_count > 1) library_ = transport.open_library_channel();
   const auto local = at(topology_.local_size());
   const size_t counters = (local * sizeof(Counters) + kPage - 1) / kPage * kPage;
   segment_ = transport.open_segment(control, counters + 2 * local * kPostBytes);
@@ -204,9 +205,9 @@ void Meeting::across_nodes(Algorithm algorithm, size_t count, DType dtype, DType
     segments_ = message_memory(nbytes);
     segments_bytes_ = nbytes;
   }
-  SegmentedAllreduce allreduce(*channel_, {topology_.peers_of_slice(topology_.local_rank), topology_.node}, kDataTag,
-                               algorithm, {segments_.get(), count, dtype, wire, op, segments_}, std::move(before),
-                               std::move(after));
+  SegmentedAllreduce allreduce(
+      *channel_, {topology_.peers_of_slice(topology_.local_rank), topology_.node, library_.get()}, kDataTag, algorithm,
+      {segments_.get(), count, dtype, wire, op, segments_}, std::move(before), std::move(after));
   complete(allreduce);
 }
 

@@ -51,6 +51,7 @@ class Meeting {
   // Collective. The values of all ranks.
   std::vector<double> gather(const std::vector<double>& mine);
   Channel& channel() const { return *channel_; }
+  bool has_library() const { return library_ != nullptr; }
   size_t segment_bytes() const { return segment_->nbytes(); }
 
   static constexpr size_t kSlotBytes = size_t{64} << 10;
@@ -83,6 +84,7 @@ class Meeting {
   const Topology& topology_;
   const std::string* label_ = nullptr;  // of the current call, if it is no allreduce
   std::unique_ptr<Channel> channel_;
+  std::unique_ptr<Channel> library_;  // across nodes, where there is an MPI library
   std::unique_ptr<Segment> segment_;
   Counters* counters_ = nullptr;  // [local rank]
   std::byte* posts_ = nullptr;    // [2][local rank]

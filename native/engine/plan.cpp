@@ -65,6 +65,9 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
     lanes_[at(lane)].number = lane;
     if (in_segment_ && topology_.node_count > 1)
       lanes_[at(lane)].sums = message_memory(LaneNetwork::kInFlight * largest_bucket_);
+    for (const int bucket : layout_.buckets_of_lane(lane))
+      if (!algorithms_.empty() && algorithms_[at(bucket)] == Algorithm::library && !lanes_[at(lane)].library)
+        lanes_[at(lane)].library = transport.open_library_channel();
   }
   memory_.emplace(team, layout_, lanes, in_segment_, transport, control);
 }
@@ -184,7 +187,8 @@ bool Plan::reduce_next(LaneState& lane, Channel& channel) {
   if (topology_.local_rank >= topology_.owners || (lane.network && lane.network->is_full())) return false;
   if (memory_->lowest(Stage::packed, lane.number, topology_.local_size()) <= lane.reduced) return false;
   if (topology_.node_count > 1 && !lane.network)
-    lane.network = std::make_unique<LaneNetwork>(channel, topology_, number_ % kTagBlocks * LaneNetwork::kTags);
+    lane.network = std::make_unique<LaneNetwork>(channel, lane.library.get(), topology_,
+                                                 number_ % kTagBlocks * LaneNetwork::kTags);
   const Turn next = memory_->turn(lane.number, lane.reduced);
   if (!know_weights(lane, lane.reduced / layout_.buckets_of_lane(lane.number).size() + 1)) return false;
   const auto begin = Clock::now();

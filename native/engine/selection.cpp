@@ -59,11 +59,12 @@ Algorithm AllreduceCall::measure_network(size_t nbytes) {
   for (const Algorithm algorithm : kAlgorithms) {
     // Between two nodes these send what pairwise sends.
     if (topology_.node_count == 2 && (algorithm == Algorithm::ring || algorithm == Algorithm::rabenseifner)) continue;
+    if (algorithm == Algorithm::library && !meeting_->has_library()) continue;
     const auto run = [&, algorithm] {
       if (owns_slice())
         meeting_->across_nodes(algorithm, count, DType::float32, DType::float32, Op::sum, before, after);
     };
-    candidates.push_back({static_cast<int>(algorithm), run, 1.0});
+    candidates.push_back({static_cast<int>(algorithm), run, algorithm == Algorithm::library ? kLibraryGain : 1.0});
   }
   const int way = fastest(candidates, data.data(), count);
   const auto [from, to] = size_class(nbytes);

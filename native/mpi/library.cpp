@@ -25,6 +25,7 @@ struct Functions {
   int (*Comm_rank)(Handle, int*);
   int (*Comm_size)(Handle, int*);
   int (*Comm_dup)(Handle, Handle*);
+  int (*Comm_split)(Handle, int, int, Handle*);
   int (*Comm_free)(Handle*);
   int (*Comm_set_errhandler)(Handle, Handle);
   int (*Isend)(const void*, int, Handle, int, int, Handle, Handle*);
@@ -42,6 +43,7 @@ struct Functions {
     bind(module, Comm_rank, "MPI_Comm_rank");
     bind(module, Comm_size, "MPI_Comm_size");
     bind(module, Comm_dup, "MPI_Comm_dup");
+    bind(module, Comm_split, "MPI_Comm_split");
     bind(module, Comm_free, "MPI_Comm_free");
     bind(module, Comm_set_errhandler, "MPI_Comm_set_errhandler");
     bind(module, Isend, "MPI_Isend");
@@ -96,9 +98,9 @@ class RequestOf final : public Request {
 template <class Handle>
 class CommunicatorOf final : public Communicator {
  public:
-  CommunicatorOf(std::shared_ptr<const Functions<Handle>> functions, const Constants& constants, Handle parent)
-      : functions_(std::move(functions)), f_(*functions_), constants_(constants) {
-    f_.check(f_.Comm_dup(parent, &comm_), "MPI_Comm_dup");
+  // Owns `comm`.
+  CommunicatorOf(std::shared_ptr<const Functions<Handle>> functions, const Constants& constants, Handle comm)
+      : functions_(std::move(functions)), f_(*functions_), constants_(constants), comm_(comm) {
     f_.check(f_.Comm_set_errhandler(comm_, to_handle<Handle>(constants_.errors_return)), "MPI_Comm_set_errhandler");
   }
   ~CommunicatorOf() override {
@@ -118,7 +120,14 @@ class CommunicatorOf final : public Communicator {
     return size;
   }
   std::unique_ptr<Communicator> duplicate() const override {
-    return std::make_unique<CommunicatorOf>(functions_, constants_, comm_);
+    Handle made{};
+    f_.check(f_.Comm_dup(comm_, &made), "MPI_Comm_dup");
+    return std::make_unique<CommunicatorOf>(functions_, constants_, made);
+  }
+  std::unique_ptr<Communicator> split(int color, int key) const override {
+    Handle made{};
+    f_.check(f_.Comm_split(comm_, color, key, &made), "MPI_Comm_split");
+    return std::make_unique<CommunicatorOf>(functions_, constants_, made);
   }
   RequestPtr send(const void* data, int count, int peer, int tag) override {
     auto request = make_request();
@@ -182,7 +191,7 @@ class CommunicatorOf final : public Communicator {
   std::shared_ptr<const Functions<Handle>> functions_;
   const Functions<Handle>& f_;
   Constants constants_;
-  Handle comm_{};
+  Handle comm_;
   const int depth_ = fork_depth();
 };
 
@@ -190,7 +199,9 @@ template <class Handle>
 std::unique_ptr<Communicator> connect_as(void* module, intptr_t handle, const Constants& constants) {
   // Kept for the life of the process: requests of a job that is ending may still refer to it.
   static const auto functions = std::make_shared<const Functions<Handle>>(module);
-  return std::make_unique<CommunicatorOf<Handle>>(functions, constants, to_handle<Handle>(handle));
+  Handle made{};
+  functions->check(functions->Comm_dup(to_handle<Handle>(handle), &made), "MPI_Comm_dup");
+  return std::make_unique<CommunicatorOf<Handle>>(functions, constants, made);
 }
 
 }  // namespace

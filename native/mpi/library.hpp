@@ -33,6 +33,8 @@ class Communicator {
   virtual int size() const = 0;
   // Collective. The new communicator returns errors instead of aborting, so that they become exceptions.
   virtual std::unique_ptr<Communicator> duplicate() const = 0;
+  // Collective. One of those that pass the same color, in the order of their keys.
+  virtual std::unique_ptr<Communicator> split(int color, int key) const = 0;
   virtual RequestPtr send(const void* data, int count, int peer, int tag) = 0;
   virtual RequestPtr receive(void* data, int count, int peer, int tag) = 0;
   virtual RequestPtr broadcast(void* data, int count, int root) = 0;

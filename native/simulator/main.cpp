@@ -36,7 +36,7 @@ struct Options {
   int repeats = 3;
   std::string wire = "float32";
   size_t bucket_bytes = 0;  // the engine's choice
-  std::string variation;  // a file of what a node's steps took, of which each node takes some at random
+  std::string variation;    // a file of what a node's steps took, of which each node takes some at random
 
   Options(int count, char** words) {
     for (int i = 1; i < count; i += 2) {

@@ -133,6 +133,11 @@ class MpiTransport final : public Transport {
 
   std::unique_ptr<Channel> open_channel() override { return std::make_unique<MpiChannel>(comm_->duplicate()); }
 
+  std::unique_ptr<Channel> open_library_channel() override {
+    return std::make_unique<MpiChannel>(
+        comm_->split(std::min(topology().local_rank, topology().owners), topology().node));
+  }
+
   std::unique_ptr<Segment> open_segment(Channel& channel, size_t engine_bytes, size_t bytes_of_rank) override {
     // The first rank of the node makes the file; the others open it through its /proc entry. Every rank learns
     // whether it worked everywhere, so that all raise together and none waits for one that gave up. Each reserves its
