@@ -24,7 +24,7 @@ class Faults(keras.callbacks.Callback):
 steps = []
 model = keras.Sequential([keras.Input((2048,)), keras.layers.Dense(8192), keras.layers.Dense(1)])  # 64 MiB of weights
 model.compile("sgd", "mse", jit_compile=keras.backend.backend() == "jax")
-x, y = np.zeros((160, 2048), np.float32), np.zeros((160, 1), np.float32)
+x, y = np.zeros((80, 2048), np.float32), np.zeros((80, 1), np.float32)
 model.fit(x, y, batch_size=4, verbose=0, callbacks=[Faults()])
 print("FAULTS", json.dumps(np.diff(steps).tolist()))
 """

@@ -28,7 +28,7 @@ def vectors():
     inputs = keras.Input((6,))
     x = keras.layers.Dense(8)(inputs)
     # Branches, whose reductions depend on no order.
-    branches = [keras.layers.Activation("tanh")(norm()(keras.layers.Dense(5)(x))) for _ in range(3)]
+    branches = [keras.layers.Activation("tanh")(norm()(keras.layers.Dense(5)(x))) for _ in range(2)]
     x = norm(scale=False)(keras.layers.Concatenate()(branches))
     return keras.Model(inputs, keras.layers.Dense(3, activation="softmax")(x))
 
