@@ -161,8 +161,9 @@ def _apply_pipelined(
 
 
 def _as_tensor(gradient: Any) -> Any:
-    """Return a gradient as the backend's tensor: Keras takes NumPy's arrays, too, whose dtype need not be one."""
-    return keras.ops.convert_to_tensor(gradient) if isinstance(gradient, np.ndarray) else gradient
+    """Return a gradient as the backend's tensor: Keras takes NumPy's arrays, too, and JAX's sparse ones."""
+    is_other = isinstance(gradient, np.ndarray) or hasattr(gradient, "todense")
+    return keras.ops.convert_to_tensor(gradient, sparse=False) if is_other else gradient
 
 
 def _reducing_accumulated(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -186,6 +186,20 @@ def test_gradients_of_numpy():
         np.testing.assert_array_equal(keras.ops.convert_to_numpy(variable), expected)
 
 
+@pytest.mark.skipif(BACKEND != "jax", reason="JAX's sparse gradients")
+def test_sparse_gradients_of_jax():
+    from jax.experimental import sparse
+
+    rows = np.array([[job().rank], [5]])  # the last one on all ranks
+    gradient = sparse.BCOO((np.ones((2, 3), np.float32), rows), shape=(6, 3))
+    variable = keras.Variable(np.zeros((6, 3), "float32"))
+    keras.optimizers.SGD(1.0).apply([gradient], [variable])
+    expected = np.zeros((6, 3))
+    expected[: job().size] = -1 / job().size
+    expected[5] = -1
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(variable), expected, rtol=1e-6)
+
+
 def even(array, step, whole):
     return part(array[:144], step % 6, whole)  # 24 samples divide among 1, 2, 3 and 4 ranks
 
