@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import allreduce, machine, overlap, page
+from benchmarks import allreduce, gradients, machine, overlap, page
 from benchmarks.hosts import Hosts, HostsError
 from keras_hpc.errors import LaunchError
 from keras_hpc.job import launch
@@ -40,13 +40,6 @@ def main() -> int:
     )
     _add_common(sub)
     sub.add_argument(
-        "--hosts",
-        type=int,
-        metavar="N",
-        help="make so many throw-away hosts on this machine, with --ranks ranks each (needs root and iproute2)",
-    )
-    sub.add_argument("--mbit", type=int, metavar="M", help="bandwidth of each host, Mbit/s each way (default: 2500)")
-    sub.add_argument(
         "--wire-dtype",
         choices=["float16", "bfloat16"],
         help="round our values, not MPI's, to 16 bits on their way between nodes",
@@ -59,15 +52,21 @@ def main() -> int:
         "overlap",
         help="time a reduction behind computing",
         description="Times steps that compute in pieces and start the reduction of one tensor after each, with and "
-        "without it, for each way to wait for other ranks. Each rank computes and communicates on one core. Starts "
-        "its own ranks, or measures those that a launcher has started.",
+        "without it, for each way to wait for other ranks, and of a pipelined team, whose steps take the average of the "
+        "step before. Each rank computes and communicates on one core. Starts its own ranks, or measures those that a "
+        "launcher has started.",
     )
     _add_common(sub)
-    sub.add_argument("--tensors", type=int, default=8, metavar="N", help="tensors of a step (default: 8)")
-    sub.add_argument("--bytes", type=_sizes, default=[2**20], metavar="SIZE", help="of each tensor (default: 1Mi)")
+    sub.add_argument(
+        "--backend",
+        choices=gradients.BACKENDS,
+        help="time small gradients on their way from it to the engine and back instead",
+    )
+    sub.add_argument("--tensors", type=int, metavar="N", help="of a step (default: 8, with --backend 160)")
+    sub.add_argument("--bytes", type=_sizes, metavar="SIZE", help="of each tensor (default: 1Mi, with --backend 1Ki)")
     sub.add_argument("--compute-ms", type=float, default=4.0, metavar="MS", help="computing of a step (default: 4)")
     sub.add_argument("--steps", type=int, default=100, metavar="N", help="timed steps of each kind (default: 100)")
-    sub.set_defaults(run=_overlap, hosts=None, mbit=None, plot=None)
+    sub.set_defaults(run=_overlap, plot=None)
     sub = kinds.add_parser(
         "page",
         help="make a Markdown page of reports",
@@ -84,6 +83,13 @@ def main() -> int:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="start so many ranks on this machine (default: 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        metavar="N",
+        help="make so many throw-away hosts on this machine, with --ranks ranks each (needs root and iproute2)",
+    )
+    parser.add_argument("--mbit", type=int, metavar="M", help="bandwidth of each host, Mbit/s each way (default: 2500)")
 
 
 def _sizes(text: str) -> list[int]:
@@ -167,8 +173,11 @@ def _allreduce(arguments: argparse.Namespace) -> int:
 
 
 def _overlap(arguments: argparse.Namespace) -> int:
-    if len(arguments.bytes) != 1:
+    if arguments.bytes and len(arguments.bytes) != 1:
         sys.exit(f"--bytes is the size of each tensor. Expected one. Received: {len(arguments.bytes)} sizes")
+    if arguments.backend:
+        return _gradients(arguments)
+    tensors, nbytes = arguments.tensors or 8, (arguments.bytes or [2**20])[0]
     world = _world_of(arguments)
     report = _start_report(world, "overlap")
     first = True
@@ -183,10 +192,31 @@ def _overlap(arguments: argparse.Namespace) -> int:
         return make_team(world, 0, threads, timeout_seconds=300, stall_seconds=30, waiting=waiting)
 
     seconds = arguments.compute_ms / 1e3
-    report["rows"] = overlap.measure(
-        team_that_waits, arguments.tensors, arguments.bytes[0], seconds, arguments.steps, done=show
-    )
+    report["rows"] = overlap.measure(team_that_waits, tensors, nbytes, seconds, arguments.steps, done=show)
     _end_report(world, report, arguments.json)
+    return 0
+
+
+def _gradients(arguments: argparse.Namespace) -> int:
+    os.environ["KERAS_BACKEND"] = arguments.backend
+    world = _world_of(arguments)
+    import keras_hpc
+    from keras_hpc.job import current
+
+    keras_hpc.init()
+    report = _start_report(world, "gradients")
+    row = gradients.measure(
+        current.job().teams[0],
+        arguments.backend,
+        arguments.tensors or 160,
+        (arguments.bytes or [1024])[0],
+        arguments.steps,
+    )
+    if world.rank == 0:
+        print(gradients.table(row), flush=True)
+    report["rows"] = [row]
+    _end_report(world, report, arguments.json)
+    keras_hpc.finalize()
     return 0
 
 

@@ -24,6 +24,7 @@ STRATEGIES = {
     "private, thread sleeps": ("private", 1, "sleep"),
     "private, thread yields": ("private", 1, "yield"),
     "private, thread spins": ("private", 1, "spin"),
+    "pipelined, thread spins 20 us, then sleeps": ("pipelined", 1, "auto"),
 }
 Row = dict[str, Any]
 _WARM_UP = 3  # steps
@@ -38,6 +39,8 @@ def measure(
     done: Callable[[Row], None],
 ) -> list[Row]:
     """Times steps with a reduction behind them. Collective.
+
+    A pipelined step waits for the reduction of the step before, which has had all of a step's time.
 
     Args:
         make_team: makes a team with so many communication threads that wait so.
@@ -122,7 +125,9 @@ def _reduction(
     team: Team, tensors: int, nbytes: int, place: str
 ) -> tuple[Callable[[int], None], Callable[[int], None]]:
     specs = [TensorSpec(f"t{i}", (nbytes // 4,), "float32") for i in range(tensors)]
-    plan = team.plan("overlap", specs, in_segment=place == "segment")
+    plan = team.plan("overlap", specs, in_segment=place == "segment", pipelined=place == "pipelined")
+    if place == "pipelined":
+        plan.set_schedule(0, 2**62)
     own = [np.empty(nbytes // 4, np.float32) for _ in specs]
     arrays = [plan.array(i) for i in range(tensors)] if place == "segment" else own
     for array in arrays:

@@ -30,6 +30,8 @@ of the float32 bytes; what fits into a link's burst of 256 KiB goes faster.
 
 Overlap: `python -m benchmarks overlap`, a step that computes in pieces and starts the reduction of a tensor after
 each. Medians of the slowest rank; *hidden* is the share of the reduction's time that the step does not take longer.
+Gradients: the same with `--backend`, a step that computes many small gradients, with and without their reduction, in
+turns: what one costs on its way from the framework to the engine and back, with what the engine takes.
 
 Training: `python -m examples.cnn.benchmark`, `fit` on synthetic data, one core and one thread for each rank, in turns
 with plain Keras on one rank. Medians of the slowest rank; efficiency is plain Keras' step over this one. On JAX and
@@ -42,7 +44,13 @@ step. *apart* are two ranks that have nothing to do with each other: what such a
 
 def page(reports: Sequence[dict[str, Any]]) -> str:
     """Returns the page, of one machine and several MPI libraries say."""
-    kinds = {"allreduce": _allreduce, "overlap": _overlap, "training": _training, "peers": _peers}
+    kinds = {
+        "allreduce": _allreduce,
+        "overlap": _overlap,
+        "gradients": _gradients,
+        "training": _training,
+        "peers": _peers,
+    }
     return "\n".join([_INTRODUCTION, *(kinds[report.get("kind", "allreduce")](report) for report in reports)])
 
 
@@ -84,6 +92,15 @@ def _overlap(report: dict[str, Any]) -> str:
     columns = ["way to wait", "compute ms", "reduction ms", "step ms", "step / compute", "hidden"]
     tensors = f"{rows[0]['tensors']} tensors of {rows[0]['bytes']:,} bytes."
     return f"{_heading(report)}\n{tensors}\n\n{_table(columns, map(cells, rows), {'way to wait'})}\n"
+
+
+def _gradients(report: dict[str, Any]) -> str:
+    def cells(row: dict[str, Any]) -> list[str]:
+        times = [f"{row[key]:.1f}" for key in ("without_us", "step_us")]
+        return [row["backend"], str(row["tensors"]), f"{row['bytes']:,}", *times, f"{row['per_gradient_us']:.2f}"]
+
+    columns = ["backend", "gradients", "bytes", "step without reduction, us", "with it, us", "per gradient, us"]
+    return f"{_heading(report)}\n{_table(columns, map(cells, report['rows']), {'backend'})}\n"
 
 
 def _training(report: dict[str, Any]) -> str:

@@ -92,14 +92,14 @@ def test_overlap(run_ranks, tmp_path):
     args = ["-m", "benchmarks", "overlap", "--compute-ms", "1", "--steps", "5", "--bytes", "64Ki"]
     text = run_ranks(1, [*args, "--ranks", "2", "--json", report], mpi=False).output
     content = json.loads(report.read_text())
-    assert [row["strategy"] in text for row in content["rows"]] == [True] * 6
+    assert [row["strategy"] in text for row in content["rows"]] == [True] * 7
     for row in content["rows"]:
         assert row["tensors"] == 8
         assert row["bytes"] == 65536
         assert row["ratio"] == pytest.approx(row["step_ms"] / row["compute_ms"], rel=0.1)
         assert min(row["compute_ms"], row["alone_ms"], row["step_ms"]) > 0
     run_ranks(1, ["-m", "benchmarks", "page", report, "--out", page], mpi=False)
-    assert page.read_text().count("\n| ") == 7
+    assert page.read_text().count("\n| ") == 8
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from keras_hpc.job import current, launch
+from keras_hpc.job import current, launch, log
 from keras_hpc.job.current import team_number
 from keras_hpc.job.team import NonMemberTeam, Schedule, Team, make_team
 
@@ -87,6 +87,11 @@ def configure_team(
     chosen = Schedule(schedule, synchronous_steps, cooldown_steps, max_steps)
     members.agree("The arguments of keras_hpc.configure_team", [f"{chosen}, {wire_dtype=!s}, {bucket_bytes=}"])
     members.schedule, members.report_every = chosen, report_every
+    if chosen.pipelined and members.node_count == 1 < members.size and members.rank == 0:
+        log.warning(
+            f"All ranks of team {team} are on one node: there synchronous steps wait little for gradients, and "
+            "pipelined steps, which apply them one step late, may take longer."
+        )
     if bucket_bytes is not None:
         members.bucket_bytes = bucket_bytes
     if wire_dtype is not None:

@@ -2,7 +2,8 @@
 """Metrics of all ranks: their states are merged at the end of an epoch and of `evaluate`.
 
 The state of Keras' metrics is sums and counts, which are added up. Of others a metric may say how to merge it: each
-variable by its `aggregation`, or all together by `merge_state(metrics)`.
+variable by its `aggregation`, or all together by `merge_state(metrics)`. A metric that is not reset goes on with what
+its own rank has counted.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from keras_hpc.job import current, log
 from keras_hpc.keras_hooks import keras_private
 
 _SAID = "_keras_hpc_aggregation"  # on a variable whose aggregation the user has chosen
+_OWN = "_keras_hpc_own"  # on a variable that holds the ranks' merged state: this rank's, and the merged one
 
 
 def install(job: Any, patcher: Any) -> None:
-    """Notices which variables of metrics say how they are to be merged."""
+    """Notices which variables of metrics say how they are to be merged, and what goes on after an epoch."""
 
     def noticing(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -34,7 +36,25 @@ def install(job: Any, patcher: Any) -> None:
 
         return add_variable
 
+    def separating(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def reset_metrics(self: Any) -> Any:
+            _separate(self)
+            return original(self)
+
+        return reset_metrics
+
     patcher.patch(keras.metrics.Metric, "add_variable", noticing)
+    patcher.patch(keras_private.get(keras_private.TRAINER), "reset_metrics", separating)
+
+
+def _separate(model: Any) -> None:
+    """Give each rank its own states again: what a metric does not reset would count once per rank at the next merge."""
+    backend = backends.current()
+    for variable in model.metrics_variables:
+        own, merged = vars(variable).pop(_OWN, (None, None))
+        if own is not None and np.array_equal(backend.to_numpy(variable.value), merged, equal_nan=True):
+            backend.assign(variable, own)
 
 
 def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> Any:
@@ -86,9 +106,11 @@ def reduce_metrics(model: Any, team: Any, extra: list[float]) -> np.ndarray:
     backend = backends.current()
     merging = [metric for metric in _leaves(model.metrics) if callable(getattr(metric, "merge_state", None))]
     merged = {id(v) for metric in merging for v in metric.variables}
-    variables = [v for v in {id(v): v for v in model.metrics_variables}.values() if id(v) not in merged]
+    everything = {id(v): v for v in model.metrics_variables}
+    own = {key: backend.to_numpy(variable.value).copy() for key, variable in everything.items()}
+    variables = [variable for key, variable in everything.items() if key not in merged]
     _warn_of_unknown(model, merging)
-    arrays = [backend.to_numpy(variable.value) for variable in variables]
+    arrays = [own[id(variable)] for variable in variables]
     parts = [array.reshape(-1).astype(np.float64) for array in arrays]
     for variable, part in zip(variables, parts, strict=True):
         if variable.aggregation == "only_first_replica" and team.rank > 0:
@@ -104,6 +126,8 @@ def reduce_metrics(model: Any, team: Any, extra: list[float]) -> np.ndarray:
         backend.assign(variable, value.astype(array.dtype))
     for metric in merging:
         _merge(metric, team)
+    for key, variable in everything.items():
+        setattr(variable, _OWN, (own[key], backend.to_numpy(variable.value).copy()))
     return buffer[start:]
 
 

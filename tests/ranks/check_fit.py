@@ -95,6 +95,13 @@ def test_optimizers(name):
     assert_like_one_rank(compiled(OPTIMIZERS[name], metrics=["accuracy"]), fit(data()))
 
 
+class NeverReset(keras.metrics.SparseCategoricalAccuracy):
+    """Counts on through epochs."""
+
+    def reset_state(self):
+        pass
+
+
 def test_history_validation_and_evaluate():
     arrays = data()
 
@@ -103,7 +110,7 @@ def test_history_validation_and_evaluate():
         return history, model.evaluate(Parts(*arrays, batch=40, whole=whole), verbose=0, return_dict=True)
 
     def metrics():
-        return ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(k=2)]
+        return ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(k=2), NeverReset(name="never_reset")]
 
     assert_like_one_rank(compiled(metrics=metrics), train)
 
