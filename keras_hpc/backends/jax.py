@@ -278,7 +278,7 @@ def _start_and_done(plan: int, tensors: Sequence[Any], weight: Any, active: Any)
 
 def _start_and_turn(plan: int, tensors: Sequence[Any], weight: Any, active: Any) -> list[jax.Array]:
     buffers = [_call(_START, [x], [weight, active], plan=plan, tensor=i)[0] for i, x in enumerate(tensors)]
-    return _call(_TURN, buffers, [active], [jax.ShapeDtypeStruct((), jnp.int32)], plan=plan)
+    return _call(_TURN, buffers, [active], [core.ShapedArray((), np.dtype(np.int32))], plan=plan)
 
 
 def _second(plan: int, buffers: Sequence[Any]) -> list[jax.Array]:
@@ -289,14 +289,31 @@ def _call(
     target: str, buffers: Sequence[Any], others: Sequence[Any], more: Sequence[Any] = (), **attributes: int
 ) -> list[jax.Array]:
     """Call a handler that changes `buffers` in place and may have `more` results."""
-    call = jax.ffi.ffi_call(
-        target,
-        [*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in buffers), *more],
-        has_side_effect=True,
-        input_output_aliases={i: i for i in range(len(buffers))},
+    results: list[jax.Array] = _handler_p.bind(
+        *buffers, *others, target=target, changed=len(buffers), more=tuple(more), **attributes
     )
-    results: list[jax.Array] = call(*buffers, *others, **{name: np.int32(value) for name, value in attributes.items()})
     return results
+
+
+# XLA is told of side effects, so it neither removes a call nor merges two. JAX is not: it would run each program that
+# has them through Python, tens of microseconds per gradient.
+_handler_p = jax.extend.core.Primitive("keras_hpc_handler")
+_handler_p.multiple_results = True
+_handler_p.def_impl(functools.partial(dispatch.apply_primitive, _handler_p))
+_handler_p.def_abstract_eval(
+    lambda *xs, changed, more, **_: [*(core.ShapedArray(x.shape, x.dtype) for x in xs[:changed]), *more]
+)
+
+
+def _lower_handler(
+    ctx: Any, *xs: Any, target: str, changed: int, more: Sequence[Any], **attributes: int
+) -> Sequence[Any]:
+    rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases={i: i for i in range(changed)})
+    results: Sequence[Any] = rule(ctx, *xs, **{name: np.int32(value) for name, value in attributes.items()})
+    return results
+
+
+mlir.register_lowering(_handler_p, _lower_handler, platform="cpu")
 
 
 def check_when_run(check: Callable[..., None], *values: Any) -> None:

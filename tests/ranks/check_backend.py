@@ -197,6 +197,16 @@ def test_inactive_steps_change_nothing(static, run, request):
                 np.testing.assert_array_equal(backend.to_numpy(result), array)
 
 
+@pytest.mark.skipif(not is_jax, reason="JAX's way to run programs")
+def test_programs_have_side_effects_for_xla_alone(request):
+    # JAX would run those of which it knows through Python, which costs more than their reduction.
+    plan = make_plan(request, [np.zeros(3, np.float32)] * 2)
+    program = jax.jit(lambda *gradients: backend.reduce(plan, list(gradients)))
+    arguments = (jnp.zeros(3), jnp.zeros(3))
+    assert not jax.make_jaxpr(program)(*arguments).effects
+    assert program.lower(*arguments).as_text().count("has_side_effect = true") == 3
+
+
 def test_loop_in_one_program(request):
     arrays = [np.full(4, float(rank), np.float32), np.full((2, 3), 2.0 * rank, np.float32)]
     plan = make_plan(request, arrays)
