@@ -52,9 +52,9 @@ def main() -> int:
         "overlap",
         help="time a reduction behind computing",
         description="Times steps that compute in pieces and start the reduction of one tensor after each, with and "
-        "without it, for each way to wait for other ranks, and of a pipelined team, whose steps take the average of the "
-        "step before. Each rank computes and communicates on one core. Starts its own ranks, or measures those that a "
-        "launcher has started.",
+        "without it, for each way to wait for other ranks, and of a pipelined team, whose steps take the average of "
+        "the step before. Each rank computes and communicates on one core. Starts its own ranks, or measures those "
+        "that a launcher has started.",
     )
     _add_common(sub)
     sub.add_argument(

@@ -24,7 +24,7 @@ VARIABLE = "KERAS_HPC_ALLREDUCE"
 _WAYS = {
     "private": ("slot", "staged", "library"),
     "segment": ("slot", "push", "staged", "library"),
-    "network": ("recursive_doubling", "rabenseifner", "ring", "pairwise"),
+    "network": ("recursive_doubling", "rabenseifner", "ring", "pairwise", "library"),
 }
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _SLOT_BYTES = 64 << 10

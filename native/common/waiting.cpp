@@ -3,12 +3,14 @@
 
 #include <linux/futex.h>
 #include <sched.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <climits>
 #include <cmath>
+#include <optional>
 
 #include "common/error.hpp"
 
@@ -19,6 +21,24 @@ namespace {
 long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
   return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr, 0);
 }
+
+constexpr double kNapSeconds = 1e-3;  // less is a nap
+
+// Lets this thread's naps end on time: the kernel may else let them last 50 us longer, to wake several threads at once.
+class OnTime {
+ public:
+  OnTime() : slack_(prctl(PR_GET_TIMERSLACK)) {
+    if (slack_ > 1) prctl(PR_SET_TIMERSLACK, 1UL);
+  }
+  ~OnTime() {
+    if (slack_ > 1) prctl(PR_SET_TIMERSLACK, static_cast<unsigned long>(slack_));
+  }
+  OnTime(const OnTime&) = delete;
+  OnTime& operator=(const OnTime&) = delete;
+
+ private:
+  const int slack_;  // ns
+};
 
 }  // namespace
 
@@ -42,6 +62,8 @@ void Bell::sleep(uint32_t seen, double seconds) {
   timespec timeout{};
   timeout.tv_sec = static_cast<time_t>(seconds);
   timeout.tv_nsec = static_cast<long>((seconds - std::floor(seconds)) * 1e9);
+  std::optional<OnTime> on_time;
+  if (seconds < kNapSeconds) on_time.emplace();
   futex(rings, FUTEX_WAIT, seen, &timeout);
 }
 

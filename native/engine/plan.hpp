@@ -149,6 +149,7 @@ class Plan {
   // To where the framework will read it, not soon.
   void (*copy_tensor_)(void* to, const void* from, size_t nbytes) = copy_shared;
   std::vector<Algorithm> algorithms_;  // [bucket] of its slices between nodes
+  const int owners_;                   // local ranks 0..owners-1 add up a slice of each bucket
   const bool in_segment_;
   std::optional<PlanMemory> memory_;  // none where one rank has the result already
   std::mutex mutex_;                  // of the beginning of an execution

@@ -29,11 +29,12 @@ struct alignas(64) PlanMemory::Counter {
   std::atomic<uint64_t> value;
 };
 
-PlanMemory::PlanMemory(const TeamContext& team, const Layout& layout, int lanes, bool in_segment, Transport& transport,
-                       Channel& control)
+PlanMemory::PlanMemory(const TeamContext& team, const Layout& layout, int owners, int lanes, bool in_segment,
+                       Transport& transport, Channel& control)
     : team_(team),
       topology_(*team.topology),
       layout_(layout),
+      owners_(owners),
       in_segment_(in_segment),
       small_bytes_(topology_.node_count == 1 && topology_.local_size() > 1 ? kSmallBytes / at(topology_.local_size())
                                                                            : 0) {
@@ -93,8 +94,8 @@ void PlanMemory::raise(Stage stage, int lane, uint64_t value) {
     team_.callers[topology_.local_rank].wake();
     if (*team_.asynchronous_waits > 0) team_.my_bell().wake();
   }
-  if (lowest(stage, lane, stage == Stage::reduced ? topology_.owners : local) < value) return;
-  for (int r = 0; r < (stage == Stage::packed ? topology_.owners : local); ++r) {
+  if (lowest(stage, lane, stage == Stage::reduced ? owners_ : local) < value) return;
+  for (int r = 0; r < (stage == Stage::packed ? owners_ : local); ++r) {
     // That all have copied matters to those only that wait for a place.
     const auto waits = [&](uint64_t packed) { return packed + 1 >= value + places(lane) && needs_place(lane, packed); };
     if (stage != Stage::copied || waits(count(Stage::packed, lane, r))) team_.wake(r);

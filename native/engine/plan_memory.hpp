@@ -24,8 +24,8 @@ enum class Stage { packed, reduced, copied };
 class PlanMemory {
  public:
   // Collective. With `in_segment` the tensors themselves live here, and only small buckets need places.
-  PlanMemory(const TeamContext& team, const Layout& layout, int lanes, bool in_segment, Transport& transport,
-             Channel& control);
+  PlanMemory(const TeamContext& team, const Layout& layout, int owners, int lanes, bool in_segment,
+             Transport& transport, Channel& control);
 
   Turn turn(int lane, uint64_t number) const;
   // How many buckets of a lane a rank has taken through a stage, over all executions; the lowest of the first `ranks`.
@@ -67,6 +67,7 @@ class PlanMemory {
   const TeamContext& team_;
   const Topology& topology_;
   const Layout& layout_;
+  const int owners_;
   const bool in_segment_;
   const size_t small_bytes_;
   std::vector<Lane> lanes_;
