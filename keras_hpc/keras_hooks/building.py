@@ -6,13 +6,35 @@ And tells what a model that is built can be given.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 
 from keras_hpc.job import current
 from keras_hpc.keras_hooks import keras_private, running, variables
+
+
+def install(job: Any, patcher: Any) -> None:
+    """Hooks the method by which Keras builds a model from its first batch, of which this rank may have no samples."""
+
+    def from_a_sample(original: Any) -> Any:
+        @functools.wraps(original)
+        def _symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+            if iterator is None:
+                return original(self, data_batch=_with_a_sample(data_batch))
+
+            def looked_at() -> Iterator[Any]:
+                for begin, end, batches in iterator:
+                    batch = batches[0] if isinstance(batches, (list, tuple)) else next(batches)
+                    yield begin, end, [_with_a_sample(batch)]
+
+            return original(self, iterator=looked_at())
+
+        return _symbolic_build
+
+    patcher.patch(keras_private.get(keras_private.TRAINER), "_symbolic_build", from_a_sample)
 
 
 def is_built(model: Any) -> bool:
@@ -63,10 +85,24 @@ def trace(model: Any, step: Callable[[Any], Any], element_spec: Any) -> None:
         return
 
     def plain(spec: Any) -> Any:
+        if isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[0] == 0:
+            return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
         return None if isinstance(spec, tf.OptionalSpec) else spec
 
     with running.only_building():
         tf.function(step).get_concrete_function(tf.nest.map_structure(plain, element_spec))
+
+
+def _with_a_sample(batch: Any) -> Any:
+    """Return a batch, or one of the same shapes with a sample if it has none."""
+
+    def filled(leaf: Any) -> Any:
+        shape = tuple(getattr(leaf, "shape", None) or ())
+        if not shape or shape[0] != 0:
+            return leaf
+        return keras.KerasTensor((1, *shape[1:]), keras.backend.standardize_dtype(leaf.dtype))
+
+    return keras.tree.map_structure(filled, batch)
 
 
 def fixed_batch(model: Any) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_hpc.keras_hooks import (
+    building,
     earlier_traces,
     fit,
     losses,
@@ -66,7 +67,7 @@ def install(job: Any) -> None:
         job: the `Job`.
     """
     try:
-        for part in (seeds, replicas, losses, normalization, optimizer, torch_optim, metrics, saving, fit):
+        for part in (seeds, replicas, building, losses, normalization, optimizer, torch_optim, metrics, saving, fit):
             part.install(job, _patcher)
     except BaseException:  # whatever it was, Keras must not stay half changed; raised again
         uninstall(job)

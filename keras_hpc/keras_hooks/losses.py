@@ -51,7 +51,7 @@ def install(job: Any, patcher: Any) -> None:
             step = running.step()
             if not _exchanges(step):
                 return loss
-            if len(values.shape) == 0:
+            if len(getattr(values, "shape", ())) == 0:  # a function may return a plain number
                 return loss if _asked.loss is None else _scaled_if_sum(step, loss, *_asked.loss)
             divisor = _divisor(loss.dtype, sample_weight, mask, reduction)
             return loss if divisor is None else loss * keras.ops.cast(_share(step, divisor), loss.dtype)

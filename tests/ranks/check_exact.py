@@ -46,3 +46,21 @@ def test_shuffling_is_reproducible():
         return make().fit(x, y, batch_size=BATCH, epochs=2, verbose=0).history["loss"]
 
     assert losses() == losses()
+
+
+def test_batches_smaller_than_the_job():
+    """In each step, one rank has the only sample."""
+    x, y = data()
+
+    def regularized():
+        inputs = keras.Input((6,))
+        hidden = keras.layers.Dense(4, kernel_regularizer="l2", kernel_initializer=keras.initializers.GlorotUniform(1))
+        outputs = keras.layers.Dense(3, "softmax", kernel_initializer=keras.initializers.GlorotUniform(2))
+        model = keras.Model(inputs, outputs(hidden(inputs)))
+        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", metrics=["accuracy"])
+        return model
+
+    def train(model, whole):
+        return model.fit(x[:9], y[:9], batch_size=1, epochs=2, shuffle=False, verbose=0).history
+
+    assert_like_one_rank(regularized, train)
