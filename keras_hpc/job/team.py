@@ -118,6 +118,11 @@ class Team:
             self._plans[signature] = Plan(self, key, tensors, op, weighted, wire_dtype, in_segment, pipelined)
         return self._plans[signature]
 
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Those that have not ended."""
+        return tuple(self._plans.values())
+
     def allreduce(self, array: np.ndarray, op: str = "sum", what: str = "") -> None:
         """Reduce a contiguous array over all ranks, in place. Collective.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import pathlib
 import time
 from collections.abc import Iterator
@@ -53,7 +54,9 @@ def finish(job: Job) -> None:
         return
     everyone = job.teams[0].allgather_object(_events(job.rank), "the events of the trace")
     if job.rank == 0:
-        path.write_text(json.dumps({"traceEvents": [event for events in everyone for event in events]}))
+        path.write_text(
+            json.dumps({"traceEvents": [event for events in everyone for event in events], "otherData": _plans(job)})
+        )
 
 
 def _events(rank: int) -> list[dict[str, Any]]:
@@ -70,6 +73,25 @@ def _events(rank: int) -> list[dict[str, Any]]:
         *({"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": n}} for n, row in rows.items()),
     ]
     return names + events
+
+
+def _plans(job: Job) -> dict[str, Any]:
+    """What was reduced, in the order of each plan: events have its names only."""
+    return {
+        "ranks": job.size,
+        "plans": [
+            {
+                "team": team.index,
+                "name": plan.name,
+                "tensors": [
+                    {"name": tensor.name, "dtype": tensor.dtype, "elements": math.prod(tensor.shape)}
+                    for tensor in plan.tensors
+                ],
+            }
+            for team in job.teams
+            for plan in team.plans
+        ],
+    }
 
 
 def _event(rank: int, row: int, name: str, kind: str, begin: float, end: float) -> dict[str, Any]:

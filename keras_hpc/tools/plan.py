@@ -13,12 +13,16 @@ import dataclasses
 import json
 import math
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
+
+from keras_hpc.tools import simulator, timeline
 
 _BACKWARD = 2 / 3  # of a step, behind which a reduction can hide
 _MEMORY_GB_PER_S = 5.0  # between ranks of a node, where nobody has measured it
 _LATENCY_US = 5.0
+_LONGEST_SECONDS = 4 * 3600  # of a simulation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,22 +124,37 @@ def add_command(commands: Any) -> None:
         "input will be its limit. Measure the network with `doctor --json FILE` on a few nodes.",
     )
     whole, amount = _number(int), _number(float)
-    parser.add_argument("--ranks", type=whole, required=True, metavar="K", help="ranks of the job")
+    parser.add_argument("--ranks", type=whole, metavar="K", help="ranks of the job")
     parser.add_argument("--nodes", type=whole, metavar="M", help="nodes, with equal parts of them (default: K)")
-    parser.add_argument("--samples", type=whole, required=True, metavar="N", help="samples of an epoch")
-    parser.add_argument("--batch-size", type=whole, required=True, metavar="B", help="samples of each rank and step")
-    parser.add_argument("--step-ms", type=amount, required=True, metavar="MS", help="time of one rank's step")
-    parser.add_argument("--parameters", type=whole, required=True, metavar="P", help="trainable parameters, float32")
-    parser.add_argument("--sample-bytes", type=amount, required=True, metavar="S", help="bytes of a sample, as read")
+    parser.add_argument("--samples", type=whole, metavar="N", help="samples of an epoch")
+    parser.add_argument("--batch-size", type=whole, metavar="B", help="samples of each rank and step")
+    parser.add_argument("--step-ms", type=amount, metavar="MS", help="time of one rank's step")
+    parser.add_argument("--parameters", type=whole, metavar="P", help="trainable parameters, float32")
+    parser.add_argument("--sample-bytes", type=amount, metavar="S", help="bytes of a sample, as read")
     parser.add_argument("--read-gb-per-s", type=amount, metavar="R", help="what the file system gives the job")
     parser.add_argument("--doctor", type=Path, metavar="FILE", help="measured by `doctor --json FILE`")
     parser.add_argument("--gb-per-s", type=amount, metavar="W", help="of a node's link, instead of --doctor")
     parser.add_argument("--latency-us", type=amount, metavar="L", help=f"between nodes (default: {_LATENCY_US:g})")
+    parser.add_argument(
+        "--simulate",
+        metavar="PLATFORM",
+        help=f"simulate steps too, on {', '.join(simulator.PLATFORMS)} or an XML file of SimGrid's (needs SimGrid)",
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="of init(trace=FILE): what --simulate takes steps from"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
+    if arguments.simulate:
+        return _simulate(arguments)
+    if arguments.trace:
+        sys.exit("--trace says what --simulate simulates. Give both.")
+    needed = ("ranks", "samples", "batch_size", "step_ms", "parameters", "sample_bytes")
+    if missing := [f"--{name.replace('_', '-')}" for name in needed if getattr(arguments, name) is None]:
+        sys.exit(f"A plan needs {', '.join(missing)}, or --simulate.")
     nodes = arguments.nodes or arguments.ranks
     if arguments.ranks % nodes:
         sys.exit(
@@ -166,6 +185,50 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in rows.items():
         print(f"{name:<20}{value}")
     return 0
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    """Print what the simulator says of a step on so many nodes, one rank on each."""
+    nodes = arguments.nodes or arguments.ranks
+    if nodes is None or arguments.ranks not in (None, nodes):
+        sys.exit("The simulator has one rank on each node. Expected --nodes, and not another number of --ranks.")
+    try:
+        platform = simulator.platform_of(arguments.simulate)
+        step = timeline.read(arguments.trace) if arguments.trace else _even(arguments)
+        if arguments.step_ms:
+            step = step.scaled(arguments.step_ms / 1e3)
+        with tempfile.TemporaryDirectory() as folder:
+            program = simulator.build(simulator.cache())
+            runs = [
+                simulator.simulate_steps(
+                    program, platform, nodes, Path(folder), step, noise=noise, steps=steps, seconds=_LONGEST_SECONDS
+                )
+                for noise, steps in ((False, 1), *([(True, 3)] if len(step.variation) > 1 else []))
+            ]
+    except (simulator.SimulatorError, timeline.TimelineError) as error:
+        sys.exit(str(error))
+    gradients = "as the trace has them" if arguments.trace else "evenly, in the last two thirds of a step"
+    rows = {
+        "simulated": f"{nodes} nodes of: {platform.description}; nothing here is measured on them",
+        "a step alone": f"{1e3 * step.step_s:.4g} ms, {4 * step.parameters / 1e6:.4g} MB of gradients, {gradients}",
+        "a step": f"{runs[0]['step_ms']:.4g} ms, of which {runs[0]['exposed_ms']:.3g} ms exposed",
+        "efficiency": f"{runs[0]['efficiency']:.1%} if all nodes are alike",
+    }
+    if len(runs) > 1:
+        rows["with variation"] = f"{runs[1]['efficiency']:.1%} if each node's steps vary as those of the trace"
+    for name, value in rows.items():
+        print(f"{name:<20}{value}")
+    return 0
+
+
+def _even(arguments: argparse.Namespace) -> timeline.Timeline:
+    """A step of which nothing is known but its time and its parameters, in tensors of a MiB."""
+    if arguments.step_ms is None or arguments.parameters is None:
+        sys.exit("What is a step? Expected --trace, or --step-ms and --parameters. Received: neither")
+    count = math.ceil(arguments.parameters / (1 << 18))
+    sizes = [arguments.parameters * (i + 1) // count - arguments.parameters * i // count for i in range(count)]
+    ready = [1 - _BACKWARD * (count - 1 - i) / count for i in range(count)]
+    return timeline.Timeline(tuple(sizes), tuple(ready), arguments.step_ms / 1e3, 0.0, ())
 
 
 def _network(arguments: argparse.Namespace, nodes: int) -> Network:

@@ -2,9 +2,10 @@
 #include "simulator/simulated.hpp"
 
 #include <algorithm>
-#include <limits>
-#include <map>
+#include <cmath>
 #include <simgrid/s4u.hpp>
+#include <utility>
+#include <vector>
 
 #include "common/waiting.hpp"
 
@@ -12,24 +13,56 @@ namespace keras_hpc {
 namespace simulated {
 namespace {
 
-constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr double kNever = 1e9;         // seconds
 constexpr double kShortest = 1e-8;     // so that time goes on
 constexpr double kTogether = 1e-6;     // work of less than this is put together
 constexpr double kPollSeconds = 1e-6;  // between two looks of a thread that spins
+constexpr double kLongestNap = 50e-6;  // of wait_for; the next one takes as long
 
 // All ranks share one thread of the machine.
 struct Rank {
   double owed = 0;
   double wake_at = kNever;
+  double spun_until = -1;
+  int looks = 0;  // since then
+  std::vector<simgrid::s4u::CommPtr> watched;
 };
 
 Rank& mine() {
-  static std::map<long, Rank> ranks;
-  return ranks[simgrid::s4u::this_actor::get_pid()];
+  static std::vector<Rank> ranks(1);
+  const auto pid = static_cast<size_t>(simgrid::s4u::this_actor::get_pid());
+  if (ranks.size() <= pid) ranks.resize(pid + 1);
+  return ranks[pid];
 }
 
 void wait(double seconds) {
-  sleep(std::max(kShortest, std::min(seconds, mine().wake_at - now())));
+  Rank& rank = mine();
+  rank.watched.clear();
+  sleep(std::max(kShortest, std::min(seconds, rank.wake_at - now())));
+}
+
+// Waits as a thread does that looks every `interval` whether something has come, but looks only when something has.
+void wait_looking(double interval, double seconds) {
+  std::vector<simgrid::s4u::CommPtr> watched = std::exchange(mine().watched, {});
+  const double begin = now(), end = std::min(begin + seconds, mine().wake_at);
+  if (end <= begin) return sleep(kShortest);
+  if (simgrid::s4u::Comm::wait_any_for(watched, end - begin) < 0) return;
+  const double look = begin + interval * std::max(1.0, std::ceil((now() - begin) / interval - 1e-9));
+  const double left = std::min(look, mine().wake_at) - now();
+  if (left > 0) sleep(left);
+}
+
+// A spin loop asks the clock once in kLooks looks. When it has spun for long enough, the rest of them take no time.
+void spin() {
+  constexpr int kLooks = 16;
+  constexpr double kSlack = 1e-9;  // the clock cuts off what is less
+  if (mine().watched.empty()) return wait(kPollSeconds);
+  if (mine().spun_until == now() && ++mine().looks < kLooks) return;
+  const double end = now() + Patience{}.spin_seconds;
+  wait_looking(kPollSeconds, Patience{}.spin_seconds + 2 * kSlack);
+  if (now() < end) return;
+  mine().spun_until = now();
+  mine().looks = 0;
 }
 
 }  // namespace
@@ -48,13 +81,15 @@ void work(double seconds) {
   double& owed = mine().owed;
   owed += seconds;
   if (owed < kTogether) return;
-  const double due = owed;
-  owed = 0;
-  sleep(due);
+  sleep(std::exchange(owed, 0));
 }
 
 void wake_at(double time) {
   mine().wake_at = time;
+}
+
+void watch(simgrid::s4u::CommPtr comm) {
+  mine().watched.push_back(std::move(comm));
 }
 
 }  // namespace simulated
@@ -69,15 +104,16 @@ Clock::time_point Clock::now() {
 void Bell::ring() {}
 void Bell::wake() {}
 void Bell::sleep(uint32_t, double seconds) {
-  simulated::wait(seconds);
+  const bool naps_on = seconds >= simulated::kLongestNap && !simulated::mine().watched.empty();
+  naps_on ? simulated::wait_looking(seconds, simulated::kNever) : simulated::wait(seconds);
 }
 
 void relax() {
-  simulated::wait(simulated::kPollSeconds);
+  simulated::spin();
 }
 
 void yield() {
-  simulated::wait(simulated::kPollSeconds);
+  simulated::spin();
 }
 
 }  // namespace keras_hpc

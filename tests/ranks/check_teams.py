@@ -153,7 +153,13 @@ def test_trace_shows_communication_beside_the_steps(tmp_path):
     assert path.exists() == first
     if not first:
         return
-    events = json.loads(path.read_text())["traceEvents"]
+    content = json.loads(path.read_text())
+    events = content["traceEvents"]
+    started = {(e["args"]["kind"], e["name"]) for e in events if e["ph"] == "X"}
+    assert {plan["team"] for plan in content["otherData"]["plans"]} == {0, 1}
+    for plan in content["otherData"]["plans"]:
+        assert {("start", tensor["name"]) for tensor in plan["tensors"]} <= started
+        assert FEATURES**2 in [tensor["elements"] for tensor in plan["tensors"]]
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {(rank, name) for (rank, _), name in rows.items()} == {
         (rank, row)

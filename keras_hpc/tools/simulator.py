@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).resolve().parents[1] / "native" / "simulator"
+from keras_hpc.tools.timeline import Timeline
+
+SOURCE = Path(__file__).resolve().parents[2] / "native" / "simulator"
 _PAGE = """\
 <?xml version='1.0'?>
 <!DOCTYPE platform SYSTEM "https://simgrid.org/simgrid.dtd">
@@ -23,11 +25,12 @@ _PAGE = """\
 </platform>
 """
 # SimGrid's defaults are fitted to an Ethernet of its authors. Here a link gives what the platform says, and each call
-# of MPI that sends or receives takes {overhead} s of the processor. Messages below 64 KiB are sent eagerly.
+# of MPI that sends or receives takes {overhead} s of the processor. Messages below 64 KiB are sent eagerly. What ends
+# within 10 ns ends together.
 _SETTINGS = """\
 smpi/simulate-computation:no smpi/test:0 smpi/iprobe:0 network/crosstraffic:0 network/TCP-gamma:0 smpi/bw-factor:0:1
 smpi/lat-factor:0:1 smpi/os:0:{overhead}:0 smpi/ois:0:{overhead}:0 smpi/or:0:{overhead}:0
-smpi/send-is-detached-thresh:65536 contexts/stack-size:256
+smpi/send-is-detached-thresh:65536 contexts/stack-size:256 surf/precision:1e-8
 """
 
 
@@ -45,6 +48,7 @@ class Platform:
         gb_per_s: of a link, GB/s each way.
         latency_us: of a link, microseconds.
         topology: attributes of SimGrid's `cluster`; empty: all nodes at one ideal switch.
+        file: a description of a platform in SimGrid's language, instead of the three above; its hosts are the nodes.
     """
 
     description: str
@@ -52,9 +56,12 @@ class Platform:
     gb_per_s: float
     latency_us: float
     topology: str = ""
+    file: str = ""
 
     def xml(self) -> str:
-        """Returns it as SimGrid reads it."""
+        """Return it as SimGrid reads it."""
+        if self.file:
+            return Path(self.file).read_text()
         topology = f" {self.topology}" if self.topology else ""
         return _PAGE.format(last=self.nodes - 1, gb_per_s=self.gb_per_s, latency_us=self.latency_us, topology=topology)
 
@@ -78,13 +85,33 @@ PLATFORMS: Mapping[str, Platform] = {
 }
 
 
+def platform_of(name: str) -> Platform:
+    """Return a platform by its name, or that of an XML file.
+
+    Raises:
+        SimulatorError: there is none.
+    """
+    if name in PLATFORMS:
+        return PLATFORMS[name]
+    if not name.endswith(".xml") or not Path(name).is_file():
+        raise SimulatorError(f"Expected {', '.join(PLATFORMS)} or an XML file of SimGrid's. Received: {name}")
+    return Platform(name, 0, 0, 0, file=name)
+
+
 def missing() -> str | None:
-    """Returns what the simulator needs and this machine lacks, or None."""
+    """Return what the simulator needs and this machine lacks, or None."""
     if shutil.which("smpirun") is None:
         return "SimGrid is not installed (Debian: apt-get install libsimgrid-dev)"
     if _cmake() is None:
         return "cmake is not installed (pip install cmake)"
+    if not SOURCE.is_dir():
+        return "the simulator is built from the sources of keras_hpc, which are not beside the package: use a checkout"
     return None
+
+
+def version() -> str:
+    """Return SimGrid's, as its command says it."""
+    return _run(["smpirun", "-version"], 30).stdout.split("\n")[0]
 
 
 def _cmake() -> str | None:
@@ -92,8 +119,13 @@ def _cmake() -> str | None:
     return shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 
 
+def cache() -> Path:
+    """Return where the user's simulator is built."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keras_hpc" / "simulator"
+
+
 def build(folder: Path) -> Path:
-    """Compiles the simulator in `folder`, as far as it is not up to date, and returns it."""
+    """Compile the simulator in `folder`, as far as it is not up to date, and return it."""
     if reason := missing():
         raise SimulatorError(reason)
     for command in (["-S", str(SOURCE), "-B", str(folder)], ["--build", str(folder), "--parallel", "2"]):
@@ -111,7 +143,7 @@ def simulate(
     library: str | None = None,
     seconds: float = 600,
 ) -> dict[str, Any]:
-    """Runs the simulator on the first nodes of a platform; returns what it printed.
+    """Run the simulator on the first nodes of a platform; return what it printed.
 
     Args:
         program: of `build`.
@@ -126,22 +158,60 @@ def simulate(
     Raises:
         SimulatorError: it failed, or took longer.
     """
-    if not 2 <= nodes <= platform.nodes:
-        raise SimulatorError(f"Expected 2 to {platform.nodes} nodes on this platform. Received: {nodes}")
+    if nodes < 2 or (not platform.file and nodes > platform.nodes):
+        most = "" if platform.file else f" to {platform.nodes}"
+        raise SimulatorError(f"Expected 2{most} nodes on this platform. Received: {nodes}")
     xml, hosts = folder / "platform.xml", folder / "hosts"
     xml.write_text(platform.xml())
     hosts.write_text("".join(f"n{node}\n" for node in range(nodes)))
     settings = [f"--cfg={setting}" for setting in _SETTINGS.format(overhead=overhead_us / 1e6).split()]
     if library is not None:
         settings.append(f"--cfg=smpi/coll-selector:{library}")
-    place = ["-np", str(nodes), "-platform", str(xml), "-hostfile", str(hosts)]
+    place = ["-np", str(nodes), "-platform", str(xml), *([] if platform.file else ["-hostfile", str(hosts)])]
     command = ["smpirun", "-no-privatize", *place, *settings, "--log=root.thres:critical", str(program.resolve())]
-    done = _run([*command, *map(str, options)], seconds)
+    done = _run([*command, "--overhead-s", str(overhead_us / 1e6), *map(str, options)], seconds)
     try:
         result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
         raise SimulatorError(f"The simulator said no result. Received: {(done.stdout + done.stderr)[-2000:]}") from None
     return result
+
+
+def simulate_steps(
+    program: Path,
+    platform: Platform,
+    nodes: int,
+    folder: Path,
+    timeline: Timeline,
+    options: Sequence[object] = (),
+    noise: bool = False,
+    steps: int = 1,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Run training steps of a timeline; see `simulate`.
+
+    Args:
+        program: of `build`.
+        platform: simulated.
+        nodes: of the job, one rank on each.
+        folder: for files.
+        timeline: when each gradient is there.
+        options: of native/simulator/main.cpp.
+        noise: whether each node's steps take as long as measured ones, drawn at random, instead of the median.
+        steps: of which the mean counts. Without noise one is like another.
+        **settings: of `simulate`.
+
+    Returns:
+        a dictionary: `step_ms`; `exposed_ms`, that the node waited most which waited most; `efficiency`, against a node
+        alone; `buckets`, in which gradients travel.
+    """
+    tensors, variation = folder / "tensors", folder / "variation"
+    rows = zip(timeline.elements, timeline.ready, strict=True)
+    tensors.write_text("".join(f"{elements} {ready:.9f}\n" for elements, ready in rows))
+    variation.write_text("".join(f"{share:.6f}\n" for share in timeline.variation))
+    step = ["--compute-s", timeline.compute_s, "--update-s", timeline.update_s, "--repeats", steps]
+    drawn = ["--variation", variation] if noise else []
+    return simulate(program, platform, nodes, folder, ["--tensors", tensors, *step, *drawn, *options], **settings)
 
 
 def _run(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a training step has which gradient: what `init(trace=)` has recorded of a real job, for the simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_WARM_UP = 2  # steps of each rank: they trace, compile and touch memory for the first time
+_FEWEST = 4  # steps to learn from
+
+
+class TimelineError(ValueError):
+    """A file has no steps to learn from; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """A training step of one rank, as if it never waited for another one.
+
+    Attributes:
+        elements: of each gradient, in the order of its plan, as if they were float32.
+        ready: when each is there, as a share of `compute_s`.
+        compute_s: from the begin of a step until its last gradient is there, seconds.
+        update_s: from the last averaged gradient until the step's end.
+        variation: how long each measured step took, over the median of its rank.
+    """
+
+    elements: tuple[int, ...]
+    ready: tuple[float, ...]
+    compute_s: float
+    update_s: float
+    variation: tuple[float, ...]
+
+    @property
+    def step_s(self) -> float:
+        """A step that waits for nothing."""
+        return self.compute_s + self.update_s
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all gradients."""
+        return sum(self.elements)
+
+    def scaled(self, step_s: float) -> Timeline:
+        """Return the same step on a machine on which it takes `step_s`."""
+        factor = step_s / self.step_s
+        return dataclasses.replace(self, compute_s=factor * self.compute_s, update_s=factor * self.update_s)
+
+    def write(self, path: Path) -> None:
+        """Write it as `read` reads it."""
+        path.write_text(json.dumps(dataclasses.asdict(self)) + "\n")
+
+
+def read(path: Path) -> Timeline:
+    """Return the timeline in a file, of `init(trace=)` or of `Timeline.write`.
+
+    Raises:
+        TimelineError: there is none in it.
+    """
+    try:
+        content = json.loads(path.read_text())
+        if "traceEvents" in content:
+            return _of_trace(content["traceEvents"], content["otherData"]["plans"])
+        lists = {name: tuple(content[name]) for name in ("elements", "ready", "variation")}
+        return Timeline(compute_s=content["compute_s"], update_s=content["update_s"], **lists)
+    except TimelineError as error:
+        raise TimelineError(f"{error} Received: {path}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TimelineError(
+            f"Expected a file that init(trace=...) wrote at the end of a training. Received: {path}, {error!r}"
+        ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """Of one rank, seconds."""
+
+    ready: dict[str, float]  # of each gradient, since the step began
+    waited_until: float
+    end: float
+
+
+def _of_trace(events: Sequence[dict[str, Any]], plans: Sequence[dict[str, Any]]) -> Timeline:
+    if not plans:
+        raise TimelineError("No plan lived until finalize(): keep the model and its optimizer until then.")
+    plan = max(plans, key=lambda plan: sum(tensor["elements"] for tensor in plan["tensors"]))
+    tensors = {tensor["name"]: tensor for tensor in plan["tensors"]}
+    of_rank: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            of_rank[event["pid"]].append(event)
+    ranks = [_steps(found, set(tensors), plan["name"]) for found in of_rank.values()]
+    steps = [step for found in ranks for step in found]
+    if len(steps) < _FEWEST:
+        raise TimelineError(
+            f"Expected at least {_FEWEST} training steps after the first {_WARM_UP} of a rank, in each of which every "
+            f"gradient of plan '{plan['name']}' was started once. Found: {len(steps)}."
+        )
+    compute = [max(step.ready.values()) for step in steps]
+    update = [step.end - step.waited_until for step in steps]
+    variation: list[float] = []
+    for found in ranks:
+        lasted = [max(step.ready.values()) + step.end - step.waited_until for step in found]
+        variation += [seconds / statistics.median(lasted) for seconds in lasted]
+    return Timeline(
+        elements=tuple(tensor["elements"] * _words(tensor["dtype"]) // 2 for tensor in tensors.values()),
+        ready=tuple(
+            statistics.median(step.ready[name] / last for step, last in zip(steps, compute, strict=True))
+            for name in tensors
+        ),
+        compute_s=statistics.median(compute),
+        update_s=statistics.median(update),
+        variation=tuple(variation),
+    )
+
+
+def _steps(events: Sequence[dict[str, Any]], tensors: set[str], plan: str) -> list[_Step]:
+    """The whole steps of a rank, but for the first ones."""
+    steps = sorted(
+        (event for event in events if event["cat"] == "step" and event["name"].endswith(" train")),
+        key=lambda event: float(event["ts"]),
+    )
+    found = []
+    for step, after in zip(steps, [*steps[1:], None], strict=True):
+        # JAX may end the call of a step before the step has ended.
+        mine = [e for e in events if step["ts"] <= e["ts"] and (after is None or e["ts"] < after["ts"])]
+        starts = [e for e in mine if e["cat"] == "start" and e["name"] in tensors]
+        waits = [e["ts"] + e["dur"] for e in mine if e["cat"] == "wait" and e["name"] in tensors | {plan}]
+        if len(starts) != len(tensors) or {e["name"] for e in starts} != tensors or not waits:
+            continue
+        begin, end = step["ts"], max(step["ts"] + step["dur"], *waits)
+        ready = {e["name"]: (e["ts"] - begin) / 1e6 for e in starts}
+        found.append(_Step(ready, (max(waits) - begin) / 1e6, (end - begin) / 1e6))
+    return found[_WARM_UP:]
+
+
+def _words(dtype: str) -> int:
+    """Of 16 bits."""
+    return 1 if dtype in ("float16", "bfloat16") else 4 if dtype in ("float64", "int64") else 2

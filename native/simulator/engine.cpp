@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans, layouts, schedules and messages are the engine's own.
+#include <mpi.h>
+
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "algorithms/allreduce.hpp"
+#include "common/index.hpp"
+#include "engine/plan.hpp"
+#include "simulator/mailboxes.hpp"
+#include "simulator/measure.hpp"
+#include "simulator/memory.hpp"
+#include "simulator/simulated.hpp"
+#include "simulator/steps.hpp"
+#include "transport/mpi_transport.hpp"
+
+namespace keras_hpc {
+namespace {
+
+constexpr double kNoLimit = 1e9;             // seconds
+constexpr double kInstant = 1e-9;            // less than what the engine's clock tells apart
+constexpr size_t kTensorSpace = 1ull << 36;  // addresses
+
+// A node has one rank, which shares its segment with nobody.
+class SimulatedTransport final : public Transport {
+ public:
+  SimulatedTransport(std::unique_ptr<Transport> mpi, const Options& options)
+      : Transport(mpi->topology()), mpi_(std::move(mpi)), options_(options) {}
+  std::unique_ptr<Channel> open_channel() override {
+    auto channel = mpi_->open_channel();
+    if (options_.messages == "mpi") return channel;
+    return simulated::make_mailbox_channel(std::move(channel), channels_++, topology().rank, options_.overhead_s);
+  }
+  std::unique_ptr<Segment> open_segment(Channel&, size_t engine_bytes, size_t bytes_of_rank) override {
+    const size_t nbytes = engine_bytes + bytes_of_rank;
+    void* data = simulated::reserve(nbytes);
+    return std::make_unique<Segment>(data, nbytes, [data, nbytes] { munmap(data, nbytes); });
+  }
+
+ private:
+  std::unique_ptr<Transport> mpi_;
+  const Options& options_;
+  int channels_ = 0;
+};
+
+std::unique_ptr<SimulatedTransport> make_transport(int size, const Options& options) {
+  mpi::Constants constants{};
+  constants.byte = reinterpret_cast<intptr_t>(MPI_BYTE);
+  constants.errors_return = reinterpret_cast<intptr_t>(MPI_ERRORS_RETURN);
+  constants.status_ignore = reinterpret_cast<intptr_t>(MPI_STATUS_IGNORE);
+  constants.in_place = reinterpret_cast<intptr_t>(MPI_IN_PLACE);
+  std::vector<int> nodes(static_cast<size_t>(size));
+  std::iota(nodes.begin(), nodes.end(), 0);
+  auto world = mpi::connect("", sizeof(MPI_Comm), reinterpret_cast<intptr_t>(MPI_COMM_WORLD), constants);
+  return std::make_unique<SimulatedTransport>(make_mpi_transport(std::move(world), nodes), options);
+}
+
+// A rank's side of a team, which has one lane here, served by the rank itself.
+struct Rank {
+  explicit Rank(Transport& transport)
+      : channel(transport.open_channel()), failure(transport.topology(), &bell, &caller, 0.0) {
+    context.topology = &transport.topology();
+    context.bells = &bell;
+    context.callers = &caller;
+    context.timeout_seconds = context.stall_seconds = kNoLimit;
+    context.activity = &activity;
+    context.failure = &failure;
+    context.asynchronous_waits = &waits;
+  }
+
+  template <class Ready, class Look>
+  void wait(Ready&& ready, Look&& look) {
+    wait_for(context.patience, bell, kNoLimit, ready, look);
+  }
+
+  std::unique_ptr<Channel> channel;
+  Bell bell{}, caller{};
+  Activity activity{kNoLimit};
+  Failure failure;
+  std::atomic<int> waits{0};
+  TeamContext context;
+};
+
+void time_allreduce(const Options& options, Rank& rank) {
+  const Topology& topology = *rank.context.topology;
+  Schedules schedules({topology.peers_of_slice(0), topology.node});
+  Allreduce allreduce(*rank.channel, schedules, 0);
+  const auto memory = message_memory(options.bytes);
+  const auto algorithm = options.algorithm_for(options.bytes, static_cast<size_t>(topology.size));
+  double least = kNoLimit;
+  for (int i = 0; i < options.repeats; ++i) {
+    MPI_Barrier(MPI_COMM_WORLD);
+    const double begin = simulated::now();
+    allreduce.begin(algorithm, {memory.get(), options.bytes / sizeof(float), DType::float32, parse_dtype(options.wire),
+                                Op::sum, memory});
+    // As a lane waits: whatever has moved ends the wait, and with it long naps.
+    for (bool done = false; !done;)
+      rank.wait(
+          [&] {
+            const Progress progress = allreduce.advance();
+            done = progress == Progress::done;
+            return progress != Progress::none;
+          },
+          [] { return true; });
+    least = std::min(least, slowest(simulated::now() - begin));
+  }
+  if (topology.rank == 0)
+    std::printf("{\"nodes\": %d, \"algorithm\": \"%s\", \"bytes\": %zu, \"us\": %.3f}\n", topology.size,
+                name_of(algorithm), options.bytes, least * 1e6);
+}
+
+void time_steps_of_engine(const Options& options, Rank& rank, Transport& transport) {
+  const Topology& topology = *rank.context.topology;
+  const Timeline timeline(options.tensors);
+  const int count = static_cast<int>(timeline.tensors.size());
+  const DType wire = parse_dtype(options.wire);
+  const PlanOptions reduction{Op::mean, true, wire == DType::float32 ? std::nullopt : std::optional<DType>(wire), false,
+                              options.bucket_bytes};
+  Plan plan(
+      rank.context, 0, "step", timeline.tensors, reduction, 1,
+      [&](size_t nbytes) { return options.algorithm_for(nbytes, static_cast<size_t>(topology.size)); }, transport,
+      *rank.channel);
+  void* data = simulated::reserve(kTensorSpace);
+  time_steps(
+      options, topology.rank, topology.size, plan.layout().buckets().size(), [&](double begin, double compute_s) {
+        int started = 0;
+        const auto next = [&] { return timeline.order[at(started)]; };
+        const auto due = [&] { return started < count ? begin + compute_s * timeline.ready[at(next())] : kNoLimit; };
+        const auto is_over = [&] { return started == count && plan.first_incomplete(0) == count; };
+        const auto ready = [&] {
+          for (; due() <= simulated::now() + kInstant; ++started) plan.start(next(), data, 1.0);
+          simulated::wake_at(due());
+          return plan.advance(0, *rank.channel) || is_over();
+        };
+        while (!is_over()) rank.wait(ready, [&] { return plan.uses_network(0); });
+        for (int t = 0; t < count; ++t) plan.release(t);
+      });
+  munmap(data, kTensorSpace);
+}
+
+}  // namespace
+
+void time_engine(const Options& options, int size) {
+  const auto transport = make_transport(size, options);
+  Rank rank(*transport);
+  options.tensors.empty() ? time_allreduce(options, rank) : time_steps_of_engine(options, rank, *transport);
+}
+
+}  // namespace keras_hpc
