@@ -15,7 +15,7 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native examples/c -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sanitize soak test-oldest test-mpi gan3d largebatch bench bench-hosts bench-peers lint format clean
+.PHONY: help demo test sanitize soak test-oldest test-mpi gan3d largebatch bench bench-hosts bench-peers simulate timelines lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -61,6 +61,19 @@ bench-hosts: $(VENV)/stamp-demo  ## the same on 2 hosts made of namespaces, 2 ra
 	$(BENCH) allreduce --ranks 2 --hosts 2 --json docs/performance/$(MPI)-hosts.json
 	$(BENCH) allreduce --ranks 2 --hosts 2 --bytes 128Ki,1Mi,8Mi,64Mi --wire-dtype float16 --json docs/performance/$(MPI)-hosts-float16.json
 	$(PAGE)
+
+# Debian's libsimgrid-dev is installed if it is missing and this user may do so; else the simulator says what is missing.
+simulate: $(VENV)/stamp-demo  ## simulate steps on 2 to 1,024 nodes with SimGrid; 10 minutes; writes docs/performance/scaling.json
+	command -v smpirun >/dev/null || { [ $$(id -u) -eq 0 ] && command -v apt-get >/dev/null && apt-get -qq update && \
+	  apt-get -qq install -y --no-install-recommends libsimgrid-dev; } || true
+	$(BENCH) scaling --json docs/performance/scaling.json --plot docs/performance/scaling.png
+	$(PAGE)
+
+# Of a real job, which the simulator repeats on other machines: on a machine that has nothing else to do.
+timelines: $(VENV)/stamp-demo  ## record when a step of ResNet50 and of Inception v3 has which gradient; writes docs/performance/timelines
+	mkdir -p docs/performance/timelines
+	$(BENCH) timeline --model ResNet50 --out docs/performance/timelines/resnet50.json
+	$(BENCH) timeline --model InceptionV3 --out docs/performance/timelines/inceptionv3.json
 
 # Every backend, so TORCH and JAX as well: the environment of the tests.
 bench-peers: $(VENV)/stamp-test  ## training steps beside mpi4py, DDP and DataParallel, each in its own environment; an hour

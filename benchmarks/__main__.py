@@ -4,23 +4,29 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import allreduce, gradients, machine, overlap, page
+from benchmarks import allreduce, gradients, machine, overlap, page, scaling, timeline, validation
 from benchmarks.hosts import Hosts, HostsError
 from keras_hpc.errors import LaunchError
 from keras_hpc.job import launch
 from keras_hpc.job.team import Team, make_team
-from keras_hpc.tools import launchers
+from keras_hpc.tools import launchers, simulator
+from keras_hpc.tools import timeline as timelines
 
 _UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+_VALIDATION = Path(__file__).resolve().parents[1] / "docs" / "performance" / "validation.json"
 _MBIT = "KERAS_HPC_BENCH_MBIT"  # tells the ranks how fast a network we made for them
 _SIZES = "4,256,2Ki,16Ki,128Ki,1Mi,8Mi,64Mi"
 
@@ -68,6 +74,49 @@ def main() -> int:
     sub.add_argument("--steps", type=int, default=100, metavar="N", help="timed steps of each kind (default: 100)")
     sub.set_defaults(run=_overlap, plot=None)
     sub = kinds.add_parser(
+        "timeline",
+        help="record when a training step has which gradient",
+        description="Trains a model of keras.applications on noise, traced, and writes when a step has which gradient, "
+        "and how much steps vary: what the simulator needs. Starts its own ranks, or is run by a launcher's.",
+    )
+    sub.add_argument("--model", choices=list(timeline.SIZES), required=True)
+    sub.add_argument("--ranks", type=int, metavar="N", help="start so many ranks on this machine (default: 2)")
+    sub.add_argument("--batch-size", type=int, default=8, metavar="B", help="of each rank (default: 8)")
+    sub.add_argument("--steps", type=int, default=14, metavar="N", help="of which two warm up (default: 14)")
+    sub.add_argument("--out", type=Path, required=True, metavar="FILE", help="the timeline")
+    sub.set_defaults(run=_timeline)
+    sub = kinds.add_parser(
+        "scaling",
+        help="simulate training steps on 2 to 1,024 nodes",
+        description="Simulates training steps of the engine on 2 to 1,024 nodes with SimGrid, with the timelines of "
+        "docs/performance/timelines.",
+    )
+    sub.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    sub.add_argument("--plot", type=Path, metavar="FILE", help="draw efficiency there (PNG; needs matplotlib)")
+    sub.add_argument("--jobs", type=int, default=2, metavar="N", help="simulations at a time (default: 2)")
+    sub.add_argument("--build", type=Path, default=Path("build/simulator"), metavar="FOLDER", help="for the simulator")
+    sub.set_defaults(run=_scaling)
+    sub = kinds.add_parser(
+        "validation",
+        help="compare the simulator with the engine on throw-away hosts",
+        description="Times allreduces and steps of ResNet50, whose computing is a sleep, on hosts made of namespaces, "
+        "one rank on each, and simulates the same (needs root, iproute2 and SimGrid).",
+    )
+    sub.add_argument(
+        "--hosts", type=_numbers, default=[2, 4, 8], metavar="LIST", help="numbers of them (default: 2,4,8)"
+    )
+    sub.add_argument(
+        "--mbit",
+        type=_numbers,
+        default=[200, 1000, 2500, 0],
+        metavar="LIST",
+        help="bandwidths of their links, Mbit/s; 0: no limit, where latency decides (default: 200,1000,2500,0)",
+    )
+    sub.add_argument("--repeats", type=int, default=3, metavar="N", help="of which the median counts (default: 3)")
+    sub.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    sub.add_argument("--build", type=Path, default=Path("build/simulator"), metavar="FOLDER", help="for the simulator")
+    sub.set_defaults(run=_validation)
+    sub = kinds.add_parser(
         "page",
         help="make a Markdown page of reports",
         description="Makes a Markdown page of reports that `--json` wrote.",
@@ -102,6 +151,12 @@ def _sizes(text: str) -> list[int]:
             )
         sizes.append(int(number) * unit)
     return sizes
+
+
+def _numbers(text: str) -> list[int]:
+    if not all(word.isdecimal() for word in text.split(",")):
+        raise argparse.ArgumentTypeError(f"expected numbers, such as 2,4. Received: {text!r}")
+    return [int(word) for word in text.split(",")]
 
 
 def _world_of(arguments: argparse.Namespace) -> launch.World:
@@ -220,6 +275,68 @@ def _gradients(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _timeline(arguments: argparse.Namespace) -> int:
+    if not launch.ranks_started():
+        return _start_ranks(arguments.ranks or 2, None, 0)
+    timeline.record(arguments.model, arguments.batch_size, arguments.steps, arguments.out)
+    return 0
+
+
+def _scaling(arguments: argparse.Namespace) -> int:
+    try:
+        program = simulator.build(arguments.build)
+        known = {name: timelines.read(scaling.TIMELINES / f"{name}.json") for name in scaling.MODELS}
+        begin = time.monotonic()
+        rows = scaling.run(program, scaling.CASES, known, arguments.jobs)
+    except (simulator.SimulatorError, timelines.TimelineError) as error:
+        sys.exit(str(error))
+    report = {
+        "kind": "scaling",
+        "machine": machine.describe(),
+        "seconds": round(time.monotonic() - begin),
+        "simgrid": simulator.version(),
+        "assumptions": scaling.ASSUMPTIONS,
+        "platforms": {name: dataclasses.asdict(platform) for name, platform in simulator.PLATFORMS.items()},
+        "rows": rows,
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    if arguments.plot:
+        known_errors = json.loads(_VALIDATION.read_text())["rows"]
+        scaling.plot(rows, arguments.plot, validation.summary(known_errors))
+    return 0
+
+
+def _validation(arguments: argparse.Namespace) -> int:
+    known = timelines.read(scaling.TIMELINES / "resnet50.json")
+    if launch.ranks_started():  # one of those that are started below
+        world = launch.connect(None)
+        mbit = int(os.environ.get(_MBIT, 0))
+        report = _start_report(world, "validation")
+        report["rows"] = validation.measure(world, known, validation.computing(mbit), arguments.repeats)
+        _end_report(world, report, arguments.json)
+        return 0
+    rows: list[dict[str, Any]] = []
+    try:
+        program = simulator.build(arguments.build)
+        with tempfile.TemporaryDirectory() as folder:
+            for hosts, mbit in itertools.product(arguments.hosts, arguments.mbit):
+                file = Path(folder) / "measured.json"
+                options = ["validation", "--repeats", str(arguments.repeats), "--json", str(file)]
+                if (status := _start_ranks(1, hosts, mbit, options)) != 0:
+                    return status
+                report = json.loads(file.read_text())
+                rows += validation.add_simulated(program, report["rows"], hosts, mbit, known, Path(folder))
+                print(page.validation_table(rows), flush=True)
+    except simulator.SimulatorError as error:
+        sys.exit(str(error))
+    if arguments.json:
+        report |= {"rows": rows, "ranks": max(arguments.hosts), "nodes": max(arguments.hosts)}
+        report.pop("mbit", None)
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
 def _page(arguments: argparse.Namespace) -> int:
     missing = [str(file) for file in arguments.reports if not file.is_file()]
     if missing:
@@ -228,9 +345,18 @@ def _page(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _start_ranks(count: int, hosts: int | None, mbit: int) -> int:
-    """Runs this very command on `count` ranks, of each host if hosts are wanted; returns its exit status."""
-    command = [sys.executable, "-m", "benchmarks", *_without(sys.argv[1:], ("--ranks", "--hosts", "--mbit"))]
+def _start_ranks(count: int, hosts: int | None, mbit: int, options: Sequence[str] | None = None) -> int:
+    """Runs a command on `count` ranks, of each host if hosts are wanted; returns its exit status.
+
+    Args:
+        count: ranks, in all or on each host.
+        hosts: how many to make; None: this machine is the only one.
+        mbit: bandwidth of each host, Mbit/s; 0: no limit.
+        options: of `python -m benchmarks`; None: those of this very command.
+    """
+    if options is None:
+        options = _without(sys.argv[1:], ("--ranks", "--hosts", "--mbit"))
+    command = [sys.executable, "-m", "benchmarks", *options]
     ranks = count * (hosts or 1)
     try:
         mpiexec = launchers.find_mpiexec(launchers.find_library())
@@ -238,7 +364,7 @@ def _start_ranks(count: int, hosts: int | None, mbit: int) -> int:
         environment.setdefault("OMP_NUM_THREADS", "1")
         if hosts is None:
             return subprocess.call([*launchers.mpiexec_command(mpiexec, ranks), *command], env=environment)
-        with Hosts(hosts, mbit) as network:
+        with Hosts(hosts, mbit or None) as network:
             environment |= {_MBIT: str(mbit)} | network.environment
             everywhere = [(name, count) for name in network.names]
             launcher = launchers.mpiexec_command(mpiexec, ranks, everywhere, environment)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
+from benchmarks import validation
+
 # What a training step spends its time on, as DeepEx names it. Hidden communication takes no time of the step.
 PARTS = {
     "input": "input",
@@ -39,6 +41,8 @@ PyTorch it may exceed 1, as `init()` also lets glibc keep freed memory: what is 
 Peers: `make bench-peers`, or `python -m benchmarks.peers.compare` with some contenders, the same step with other ways
 to train on two ranks, in turns, each against its own step on one rank; *exposed* is what the second rank adds to the
 step. *apart* are two ranks that have nothing to do with each other: what such a machine leaves to those that have.
+Scaling: `make simulate`, the engine on *simulated* nodes, and how near that comes where the engine can be measured, by
+`python -m benchmarks validation`: see [simulation.md](simulation.md).
 """
 
 
@@ -50,6 +54,8 @@ def page(reports: Sequence[dict[str, Any]]) -> str:
         "gradients": _gradients,
         "training": _training,
         "peers": _peers,
+        "scaling": _scaling,
+        "validation": _validation,
     }
     return "\n".join([_INTRODUCTION, *(kinds[report.get("kind", "allreduce")](report) for report in reports)])
 
@@ -133,3 +139,58 @@ def _peers(report: dict[str, Any]) -> str:
         *("1 rank with", "its step, ms", "efficiency", "exposed, ms"),
     ]
     return f"{_heading(report)}\n{_table(columns, map(cells, report['lines']), {'2 ranks with', '1 rank with'})}\n"
+
+
+def _scaling(report: dict[str, Any]) -> str:
+    def cells(row: dict[str, Any]) -> list[str]:
+        buckets = f", buckets of {row['bucket_mib']} MiB" if row["bucket_mib"] else ""
+        step = f"{row['step_ms']:g} ms{', measured noise' if row['noise'] else ''}"
+        times = [f"{row['step']:.2f}", f"{row['exposed_ms']:.2f}", f"{row['efficiency']:.1%}"]
+        reach = f"{row['perfect_ms'] / row['step']:.3f}"
+        return [row["platform"], row["model"], step, row["way"] + buckets, f"{row['nodes']:,}", *times, reach]
+
+    columns = [
+        *("platform", "model", "a step alone", "reduced by", "nodes", "simulated step, ms", "exposed, ms"),
+        *("simulated efficiency", "of a perfect overlap"),
+    ]
+    text = {"platform", "model", "a step alone", "reduced by"}
+    platforms = [
+        [name, *(f"{platform[what]}" for what in ("description", "nodes", "gb_per_s", "latency_us"))]
+        for name, platform in report["platforms"].items()
+    ]
+    links = ["platform", "stands for", "nodes", "GB/s of a link", "latency of a link, us"]
+    assumptions = _table(["taken for granted", ""], report["assumptions"].items(), {"taken for granted", ""})
+    return (
+        f"## Scaling: simulated, {report['simgrid']}\n\nSimulated in {report['seconds']} s on {report['machine']}. "
+        "*perfect overlap*: a step in which the link carries each gradient from the moment it is there, and nothing "
+        "else takes time.\n\n![simulated efficiency against nodes](performance/scaling.png)\n\n"
+        f"{_table(columns, map(cells, report['rows']), text)}\n\n"
+        f"{_table(links, platforms, {'platform', 'stands for'})}\n\n{assumptions}\n"
+    )
+
+
+def validation_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns what was measured beside what was simulated."""
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        link = f"{row['mbit']} Mbit/s" if row["mbit"] else "no limit"
+        times = [f"{row['measured_ms']:.2f}", f"{row['simulated_ms']:.2f}", f"{validation.error(row):+.1%}"]
+        exposed = ["", ""]
+        if "compute_ms" in row:
+            exposed = [f"{row['measured_exposed_ms']:.1f} / {row['simulated_exposed_ms']:.1f}"]
+            exposed.append(f"{validation.error(row, 'exposed_ms'):+.0%}")
+        return [str(row["hosts"]), link, f"{row['latency_us']:.0f}", row["what"], *times, *exposed]
+
+    columns = [
+        *("hosts", "link", "latency, us", "what", "measured, ms", "simulated, ms", "error"),
+        *("exposed: measured / simulated, ms", "its error"),
+    ]
+    return _table(columns, map(cells, rows), {"link", "what"})
+
+
+def _validation(report: dict[str, Any]) -> str:
+    return (
+        f"## Scaling: the simulator against the engine, {report['mpi']}\n\n{report['machine']}. Hosts made of "
+        f"namespaces, which share its cores; medians; nothing is fitted. {validation.summary(report['rows'])}.\n\n"
+        f"{validation_table(report['rows'])}\n"
+    )

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How near the simulator comes to the engine, where the engine can be measured: on a few hosts with slow links.
+
+Computing is a sleep, so that hosts which share cores do not slow each other down; what travels is real. Nothing is
+fitted: a link has the bandwidth that it was given, less the headers of TCP, and the latency that a message of MPI has.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_hpc.job import launch
+from keras_hpc.job.plan import TensorSpec
+from keras_hpc.job.team import Team, make_team
+from keras_hpc.tools import simulator
+from keras_hpc.tools.timeline import Timeline
+
+_PAYLOAD = 1448 / 1514  # of an Ethernet frame of 1,500 bytes, as the link's limit counts it
+_UNLIMITED_GB_PER_S = 5.0
+_MIB = 1 << 20
+_NEAR = 0.1  # an error that was asked for
+ALGORITHM = "rabenseifner"
+SIZES = (4 << 10, 16 * _MIB)  # of allreduces: one bound by latency, one by bandwidth
+
+
+def measure(world: launch.World, timeline: Timeline, compute_s: list[float], repeats: int) -> list[dict[str, Any]]:
+    """Times allreduces and steps of the engine; on all ranks the same rows. Collective."""
+    team = make_team(world, 0, threads=1, timeout_seconds=300, stall_seconds=60)
+    team.native.add_choice("network", 0, 1 << 62, ALGORITHM)
+    rows: list[dict[str, Any]] = [{"latency_us": _latency(world)}]
+    for nbytes in SIZES:
+        count = max(1, nbytes // _MIB)
+        run = _steps(team, f"{nbytes} bytes", (nbytes // 4 // count,) * count, (0.0,) * count, 0.0)
+        rows.append({"what": f"{nbytes:,} bytes", "nbytes": nbytes, "measured_ms": _median(team, run, repeats)})
+    for seconds in compute_s:
+        run = _steps(team, f"step of {seconds} s", timeline.elements, timeline.ready, seconds)
+        took = _median(team, run, repeats)
+        rows.append(
+            {
+                "what": f"a step that computes for {1e3 * seconds:g} ms",
+                "compute_ms": 1e3 * seconds,
+                "measured_ms": took,
+                "measured_exposed_ms": took - 1e3 * seconds,
+            }
+        )
+    team.barrier()
+    team.close()
+    return rows
+
+
+def computing(mbit: int) -> list[float]:
+    """Seconds of the steps to time on such a link: in the first not all of the reduction can hide."""
+    return [800 / mbit, 2400 / mbit] if mbit else [0.2, 0.6]
+
+
+def _latency(world: launch.World) -> float:
+    """Of a message between the first two ranks, one way, microseconds."""
+    buffer, took = np.zeros(8, np.uint8), []
+    for _ in range(300):
+        begin = time.perf_counter()
+        if world.rank == 0:
+            world.comm.Send(buffer, 1)
+            world.comm.Recv(buffer, 1)
+        elif world.rank == 1:
+            world.comm.Recv(buffer, 0)
+            world.comm.Send(buffer, 0)
+        took.append(time.perf_counter() - begin)
+    return float(world.comm.bcast(1e6 * statistics.median(took) / 2))
+
+
+def _steps(
+    team: Team, name: str, elements: tuple[int, ...], ready: tuple[float, ...], compute_s: float
+) -> Callable[[], float]:
+    plan = team.plan(name, [TensorSpec(f"{i}", (n,), "float32") for i, n in enumerate(elements)])
+    arrays = [np.ones(n, np.float32) for n in elements]
+    order = sorted(range(len(elements)), key=lambda i: ready[i])
+
+    def run() -> float:
+        team.barrier()
+        begin = time.perf_counter()
+        for i in order:
+            left = begin + compute_s * ready[i] - time.perf_counter()
+            if left > 0:
+                time.sleep(left)
+            plan.start(i, arrays[i])
+        for i in range(len(elements)):
+            plan.wait(i)
+        return time.perf_counter() - begin
+
+    return run
+
+
+def _median(team: Team, run: Callable[[], float], repeats: int) -> float:
+    run()
+    slowest = [float(team.allgather(np.array([run()])).max()) for _ in range(repeats)]
+    return 1e3 * statistics.median(slowest)
+
+
+def add_simulated(
+    program: Path, rows: list[dict[str, Any]], hosts: int, mbit: int, timeline: Timeline, folder: Path
+) -> list[dict[str, Any]]:
+    """Returns the rows with what the simulator says."""
+    latency_us = rows[0]["latency_us"]
+    # A message passes two links. Where they have no limit, they are taken to be as fast as memory: nobody knows.
+    speed = mbit / 8e3 * _PAYLOAD if mbit else _UNLIMITED_GB_PER_S
+    platform = simulator.Platform("namespaces", hosts, speed, latency_us / 2)
+    found = []
+    for row in rows[1:]:
+        if "nbytes" in row:
+            count = max(1, row["nbytes"] // _MIB)
+            steps = Timeline((row["nbytes"] // 4 // count,) * count, (0.0,) * count, 0.0, 0.0, ())
+        else:
+            steps = Timeline(timeline.elements, timeline.ready, row["compute_ms"] / 1e3, 0.0, ())
+        options = ["--algorithm", ALGORITHM]
+        said = simulator.simulate_steps(program, platform, hosts, folder, steps, options)
+        found.append(
+            row
+            | {"hosts": hosts, "mbit": mbit, "latency_us": latency_us, "simulated_ms": said["step_ms"]}
+            | ({"simulated_exposed_ms": said["exposed_ms"]} if "compute_ms" in row else {})
+        )
+    return found
+
+
+def error(row: dict[str, Any], what: str = "ms") -> float:
+    """Of what was simulated, as a share of what was measured."""
+    share: float = row[f"simulated_{what}"] / row[f"measured_{what}"] - 1
+    return share
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Returns how near the simulator came, in a sentence that stands beside what it says."""
+    steps = [row for row in rows if "compute_ms" in row]
+    errors = [error(row) for row in steps]
+    exposed = [error(row, "exposed_ms") for row in steps]
+    near, hosts = sum(abs(share) <= _NEAR for share in errors), max(row["hosts"] for row in steps)
+    return (
+        f"Against the engine on up to {hosts} hosts, {near} of {len(steps)} steps are within "
+        f"{_NEAR:.0%} (error {min(errors):+.1%} to {max(errors):+.1%}); of exposed time "
+        f"{sum(abs(share) <= _NEAR for share in exposed)} are ({min(exposed):+.0%} to {max(exposed):+.0%})"
+    )
