@@ -51,6 +51,19 @@ def test_every_dtype_and_operation(shape, op, algorithm):
     check(run(nodes, work), nodes, counts, dtypes, op)
 
 
+@pytest.mark.parametrize("nodes", [[0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1, 2, 2, 2]], ids=str)
+@pytest.mark.parametrize("count", [7_000, 9_000, 12_500, 17_000])
+def test_nodes_of_different_size_cut_small_plans_alike(nodes, count):
+    """How many ranks of a node own a slice depends on a plan's bytes and the ranks of a node: the same everywhere."""
+
+    def work(team, rank):
+        arrays = data_of(rank, [count], ["float32"])
+        reduce_plan(team, arrays, ["float32"], "sum", False, 1.0)
+        return arrays
+
+    check(run(nodes, work), nodes, [count], ["float32"], "sum")
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("nodes", [[0, 1], [0, 1, 2], [0, 0, 1, 1]], ids=str)
 @pytest.mark.parametrize("path", ["staged", "push"])

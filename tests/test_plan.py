@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from keras_hpc.tools import plan, simulator, timeline
+from keras_hpc.tools import plan
 
 # ResNet50 on ImageNet, 1,024 nodes: Kurth et al., "TensorFlow at Scale", give 14.9 GB/s.
 IMAGENET = plan.Job(
@@ -89,38 +89,6 @@ def _simulated(*arguments, **environment):
     return subprocess.run(
         command, capture_output=True, text=True, timeout=600, check=False, env=os.environ | environment
     )
-
-
-@pytest.mark.skipif(simulator.missing() is not None, reason=str(simulator.missing()))
-def test_a_step_is_simulated(tmp_path):
-    step = timeline.Timeline((1 << 20,) * 4, (0.4, 0.6, 0.8, 1.0), 0.09, 0.01, (0.9, 1.0, 1.1))
-    step.write(tmp_path / "trace.json")
-    done = _simulated("edr", "--nodes", 16, "--trace", tmp_path / "trace.json", XDG_CACHE_HOME=str(tmp_path))
-    assert done.returncode == 0, done
-    rows = {line[:20].strip(): line[20:] for line in done.stdout.splitlines()}
-    assert rows["simulated"].startswith("16 nodes of: InfiniBand EDR")
-    assert rows["a step alone"].startswith("100 ms, 16.78 MB of gradients, as the trace has them")
-    exposed = float(rows["a step"].split(" exposed")[0].split()[-2])
-    assert 0.3 < exposed < 10  # the last 4 MiB through 12.5 GB/s, at least
-    assert float(rows["efficiency"].split("%")[0]) == pytest.approx(100 * 100 / (100 + exposed), abs=0.2)
-    # Of 16 nodes one takes 1.1 times as long in almost every step.
-    assert 88 < float(rows["with variation"].split("%")[0]) < 93
-
-    # Two hosts of the user's own, with a link that takes 160 ms for 16 MiB.
-    (tmp_path / "mine.xml").write_text(simulator.Platform("", 2, 0.1, 10.0).xml())
-    done = _simulated(
-        *(tmp_path / "mine.xml", "--nodes", 2, "--step-ms", 10, "--parameters", 1 << 22),
-        XDG_CACHE_HOME=str(tmp_path),
-    )
-    assert done.returncode == 0, done
-    rows = {line[:20].strip(): line[20:] for line in done.stdout.splitlines()}
-    assert float(rows["a step"].split()[0]) == pytest.approx(10 + 168, rel=0.05)
-    assert "with variation" not in rows
-    done = _simulated(
-        *(tmp_path / "mine.xml", "--nodes", 3, "--step-ms", 10, "--parameters", 1 << 20),
-        XDG_CACHE_HOME=str(tmp_path),
-    )
-    assert "too few hosts. Expected 3 or more. Received: 2" in done.stderr
 
 
 def test_what_is_missing_for_a_simulation_is_said(tmp_path):

@@ -50,11 +50,11 @@ void Allreduce::begin(Algorithm algorithm, const AllreduceBuffer& buffer) {
   wire_.set(buffer.dtype, buffer.wire);
   messages_->data = buffer.memory;
   if (algorithm == Algorithm::library) {
-    Channel* library = schedules_.peers().library;
+    Channel* mpi_channel = schedules_.peers().mpi_channel;
     const Op op = buffer.op == Op::mean ? Op::sum : buffer.op;
-    if (library != nullptr && !wire_.rounds() && library->can_allreduce(buffer.dtype, op)) {
+    if (mpi_channel != nullptr && !wire_.rounds() && mpi_channel->can_allreduce(buffer.dtype, op)) {
       schedule_ = nullptr;
-      pending_.add(library->iallreduce(buffer.data, buffer.count, buffer.dtype, op));
+      pending_.add(mpi_channel->iallreduce(buffer.data, buffer.count, buffer.dtype, op));
       return;
     }
     algorithm = usual_algorithm(wire_.nbytes(buffer.count), schedules_.peers().ranks.size());

@@ -32,9 +32,9 @@ Algorithm usual_algorithm(size_t nbytes, size_t peers);
 
 // Ranks that reduce together.
 struct Peers {
-  std::vector<int> ranks;      // in the same order on all of them; two or more
-  int me;                      // index of this rank among them
-  Channel* library = nullptr;  // theirs alone, for Algorithm::library; where it is missing they go the usual way
+  std::vector<int> ranks;          // in the same order on all of them; two or more
+  int me;                          // index of this rank among them
+  Channel* mpi_channel = nullptr;  // theirs alone, for Algorithm::library; where it is missing they go the usual way
 };
 
 // The schedules of one rank, each made once.

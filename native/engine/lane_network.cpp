@@ -3,8 +3,8 @@
 
 namespace keras_hpc {
 
-LaneNetwork::LaneNetwork(Channel& channel, Channel* library, const Topology& topology, int first_tag)
-    : schedules_({topology.peers_of_slice(topology.local_rank), topology.node, library}),
+LaneNetwork::LaneNetwork(Channel& channel, Channel* mpi_channel, const Topology& topology, int first_tag)
+    : schedules_({topology.peers_of_slice(topology.local_rank), topology.node, mpi_channel}),
       weight_operation_(channel, schedules_, first_tag + static_cast<int>(kInFlight)) {
   for (int place = 0; place < static_cast<int>(kInFlight); ++place)
     slices_.emplace_back(channel, schedules_, first_tag + place);

@@ -18,8 +18,8 @@ class LaneNetwork {
   static constexpr size_t kInFlight = 4;       // slices
   static constexpr int kTags = kInFlight + 1;  // it uses so many
 
-  // Between the owners of this rank's slice. `library` is theirs alone, and this lane's; or none.
-  LaneNetwork(Channel& channel, Channel* library, const Topology& topology, int first_tag);
+  // Between the owners of this rank's slice. `mpi_channel` is theirs alone, and this lane's; or none.
+  LaneNetwork(Channel& channel, Channel* mpi_channel, const Topology& topology, int first_tag);
 
   // ---- slices, in the order of turns
 

@@ -27,10 +27,10 @@ bool has_float16(const std::vector<TensorSpec>& tensors, std::optional<DType> wi
                                                [](const TensorSpec& tensor) { return tensor.dtype == DType::float16; });
 }
 
-// Of a plan across nodes that has few bytes, of all ranks of a node together, one rank alone is faster: the others need
-// not be woken to send theirs.
+// Of a plan across nodes that has few bytes, of all ranks of the largest node together, one rank a node alone is
+// faster: the others need not be woken to send theirs. All nodes decide alike, whatever ranks they have themselves.
 int owners_of(const Topology& topology, const Layout& layout) {
-  const bool few = at(topology.local_size()) * layout.nbytes() <= kFewBytes;
+  const bool few = at(topology.largest_node) * layout.nbytes() <= kFewBytes;
   return topology.node_count > 1 && few ? 1 : topology.owners;
 }
 
@@ -75,8 +75,8 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
     if (in_segment_ && topology_.node_count > 1)
       lanes_[at(lane)].sums = message_memory(LaneNetwork::kInFlight * largest_bucket_);
     for (const int bucket : layout_.buckets_of_lane(lane))
-      if (!algorithms_.empty() && algorithms_[at(bucket)] == Algorithm::library && !lanes_[at(lane)].library)
-        lanes_[at(lane)].library = transport.open_library_channel();
+      if (!algorithms_.empty() && algorithms_[at(bucket)] == Algorithm::library && !lanes_[at(lane)].mpi_channel)
+        lanes_[at(lane)].mpi_channel = transport.open_library_channel();
   }
   memory_.emplace(team, layout_, owners_, lanes, in_segment_, transport, control);
 }
@@ -196,7 +196,7 @@ bool Plan::reduce_next(LaneState& lane, Channel& channel) {
   if (topology_.local_rank >= owners_ || (lane.network && lane.network->is_full())) return false;
   if (memory_->lowest(Stage::packed, lane.number, topology_.local_size()) <= lane.reduced) return false;
   if (topology_.node_count > 1 && !lane.network)
-    lane.network = std::make_unique<LaneNetwork>(channel, lane.library.get(), topology_,
+    lane.network = std::make_unique<LaneNetwork>(channel, lane.mpi_channel.get(), topology_,
                                                  number_ % kTagBlocks * LaneNetwork::kTags);
   const Turn next = memory_->turn(lane.number, lane.reduced);
   if (!know_weights(lane, lane.reduced / layout_.buckets_of_lane(lane.number).size() + 1)) return false;

@@ -102,7 +102,7 @@ class Plan {
     uint64_t weights_step = 0;  // the execution whose weights have been looked up
     Weights weights;
     // Operations of a communicator begin in the same order on all ranks: those of a lane of one plan do.
-    std::unique_ptr<Channel> library;
+    std::unique_ptr<Channel> mpi_channel;
     std::unique_ptr<LaneNetwork> network;  // of an owner, across nodes
     // Across nodes, where tensors live in the segment: sums on their way. The tensors are the caller's when an error
     // ends the step, and the network may still be at it.

@@ -27,7 +27,10 @@ Topology Topology::make(int rank, const std::vector<int>& node_of_rank) {
   }
   t.node_count = static_cast<int>(t.ranks_of_node.size());
   t.owners = t.size;
-  for (const auto& ranks : t.ranks_of_node) t.owners = std::min(t.owners, static_cast<int>(ranks.size()));
+  for (const auto& ranks : t.ranks_of_node) {
+    t.owners = std::min(t.owners, static_cast<int>(ranks.size()));
+    t.largest_node = std::max(t.largest_node, static_cast<int>(ranks.size()));
+  }
   return t;
 }
 

@@ -17,6 +17,7 @@ struct Topology {
   // Slices of a bucket, one owner each: the local ranks 0..owners-1 of every node. It is the smallest number of ranks
   // on any node, so that slice j has an owner everywhere and slices line up between nodes.
   int owners = 1;
+  int largest_node = 1;  // the largest number of ranks on any node
 
   static Topology make(int rank, const std::vector<int>& node_of_rank);
 
