@@ -1,60 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/team.hpp"
 
-#include <sched.h>
 #include <sys/prctl.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <functional>
-#include <map>
 #include <set>
 #include <system_error>
 
-#include "common/control_group.hpp"
 #include "common/error.hpp"
 #include "common/index.hpp"
+#include "common/seat.hpp"
 #include "engine/trace.hpp"
 
 namespace keras_hpc {
 namespace {
-
-// Numbers of cores, more than fit into one cpu_set_t.
-struct Cores {
-  static constexpr int kSets = 8;
-  cpu_set_t sets[kSets];
-
-  static Cores mine() {
-    Cores cores;
-    std::memset(&cores, 0, sizeof cores);
-    if (sched_getaffinity(0, sizeof cores.sets, cores.sets) != 0)  // not known: as many as there are
-      for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i)
-        CPU_SET_S(i, sizeof cores.sets, cores.sets);
-    return cores;
-  }
-  void add(const Cores& other) { CPU_OR_S(sizeof sets, sets, sets, other.sets); }
-  int count() const { return CPU_COUNT_S(sizeof sets, sets); }
-};
-
-// Where a rank runs, for the others on its node.
-struct Seat {
-  Cores cores;
-  int64_t scheduler_group;
-  double quota;  // of cores, that its control group has
-  uint64_t quota_of;
-};
-
-// The group in which the kernel shares out time among this process and others, if it has such groups.
-int64_t scheduler_group() {
-  long long number = 0;
-  if (std::FILE* file = std::fopen("/proc/self/autogroup", "r")) {
-    if (std::fscanf(file, "/autogroup-%lld", &number) != 1) number = 0;
-    std::fclose(file);
-  }
-  return number;
-}
 
 // What ranks compare, beside how many elements of which dtype they reduce.
 uint64_t tag_of(const std::string& what, const std::vector<int64_t>& shape) {
@@ -69,9 +31,6 @@ std::string text_of(const std::vector<int64_t>& shape) {
   for (const int64_t length : shape) text += (text.empty() ? "" : ", ") + std::to_string(length);
   return text.empty() ? "" : ", shape (" + text + (shape.size() == 1 ? ",)" : ")");
 }
-
-// Copying less than this takes less time than asking the clock what it took.
-constexpr size_t kQuickBytes = 4096;
 
 }  // namespace
 
@@ -88,11 +47,19 @@ Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& 
   bells[topology().local_rank].process = ProcessId::mine();
   Bell* callers = bells + local;
   failure_.emplace(topology(), bells, callers, options.grace_seconds);
-  context_ = {number, &topology(), bells, callers, {}, options_.timeout_seconds, options_.stall_seconds, &activity_};
+  context_.number = number;
+  context_.topology = &topology();
+  context_.bells = bells;
+  context_.callers = callers;
+  context_.timeout_seconds = options_.timeout_seconds;
+  context_.stall_seconds = options_.stall_seconds;
+  context_.activity = &activity_;
   context_.failure = &*failure_;
   context_.asynchronous_waits = &asynchronous_waits_;
-  const Patience fitting = find_patience();  // collective
-  context_.patience = options_.patience.value_or(fitting);
+  auto* seats = reinterpret_cast<Seat*>(callers + local);
+  seats[topology().local_rank] = Seat::mine();
+  barrier();
+  context_.patience = options_.patience.value_or(patience_of(seats, topology().local_size()));
   for (int i = 0; i < std::max(1, options_.threads); ++i) {
     lanes_.push_back(std::make_unique<Lane>());
     lanes_.back()->channel = transport_->open_channel();
@@ -135,25 +102,6 @@ void Team::join_threads() {
   context_.my_bell().ring();
   for (auto& lane : lanes_)
     if (lane->thread.joinable()) lane->thread.join();
-}
-
-Patience Team::find_patience() {
-  auto* seats = reinterpret_cast<Seat*>(context_.callers + topology().local_size());
-  const ControlGroup group = ControlGroup::mine();
-  seats[topology().local_rank] = {Cores::mine(), scheduler_group(), group.cores, group.cores_of};
-  barrier();
-  Cores all = seats[0].cores;
-  bool same_group = true;
-  std::map<uint64_t, double> quotas;
-  for (int r = 0; r < topology().local_size(); ++r) {
-    all.add(seats[r].cores);
-    same_group = same_group && seats[r].scheduler_group == seats[0].scheduler_group;
-    quotas[seats[r].quota_of] = seats[r].quota;
-  }
-  double cores = 0;
-  for (const auto& [group_of_cores, quota] : quotas) cores += quota;
-  cores = std::min(cores, static_cast<double>(all.count()));
-  return patience_for(topology().local_size(), static_cast<int>(cores), same_group);
 }
 
 // ---- errors
@@ -261,79 +209,6 @@ void Team::start(Plan& plan, int tensor, void* data, double weight) {
     context_.my_bell().ring();
 }
 
-void Team::wait(Plan& plan, int tensor) {
-  plan.check_started(tensor);
-  const size_t nbytes = plan.layout().range(tensor).size();
-  const bool quick = plan.is_complete(tensor) && nbytes < kQuickBytes && !trace::enabled;
-  const auto begin = quick ? Clock::time_point() : Clock::now();
-  if (!quick && !plan.is_complete(tensor)) guarded([&] { await(plan, tensor); });
-  plan.release(tensor);
-  if (!quick) add(exposed_seconds_, seconds_since(begin));
-  if (trace::enabled) trace::record(plan.tensors()[at(tensor)].name, "wait", number(), begin);
-}
-
-class Team::TensorWait final : public Awaited {
- public:
-  TensorWait(const Team& team, const Plan& plan, int tensor, Clock::time_point since)
-      : team_(team), plan_(plan), tensor_(tensor), since_(since) {}
-  std::string name() const override { return plan_.describe(tensor_); }
-  std::vector<int> missing() const override { return plan_.missing_ranks(tensor_); }
-  bool is_outside() const override {
-    for (int lane = 0; team_.options_.threads == 0 && lane < static_cast<int>(team_.lanes_.size()); ++lane)
-      if (team_.lanes_[at(lane)]->network_is_busy) return true;
-    return false;
-  }
-  Stall stall() const override {
-    return {plan_.what(),
-            plan_.step(),
-            plan_.tensors()[at(tensor_)].name,
-            tensor_,
-            [&plan = plan_, tensor = tensor_] { return plan.missing_ranks(tensor); },
-            since_};
-  }
-
- private:
-  const Team& team_;
-  const Plan& plan_;
-  int tensor_;
-  Clock::time_point since_;
-};
-
-void Team::await(Plan& plan, int tensor) {
-  const auto ready = [&] {
-    failure_->throw_if_set();
-    if (plan.is_complete(tensor)) return true;
-    progress_all();
-    return plan.is_complete(tensor);
-  };
-  Bell& bell = context_.callers[topology().local_rank];
-  if (!wait_watched(context_, bell, ready, TensorWait(*this, plan, tensor, Clock::now()))) throw late(plan, tensor);
-  // Who was to be woken for what has come just now was this thread.
-  progress_all();
-}
-
-bool Team::wait_all_async(Plan& plan, void (*done)(void*, const char*), void* arg) {
-  failure_->throw_if_set();
-  if (options_.threads == 0) return false;
-  {
-    const std::lock_guard lock(async_mutex_);
-    failure_->throw_if_set();  // again: fail() empties the list after it has set the error
-    async_.push_back({&plan, 0, done, arg, Clock::now(), Lookout(*failure_)});
-    ++asynchronous_waits_;
-  }
-  context_.my_bell().ring();
-  return true;
-}
-
-Timeout Team::late(const Plan& plan, int tensor) const {
-  const std::vector<int> missing = plan.missing_ranks(tensor);
-  const auto other = std::find_if(missing.begin(), missing.end(), [&](int rank) { return rank != topology().rank; });
-  return Timeout(plan.describe(tensor) + ": after " + std::to_string(static_cast<int>(options_.timeout_seconds)) +
-                     " s not every rank has started it. Missing, as far as this rank sees: rank " + joined(missing) +
-                     ". Do all ranks run the same number of steps?",
-                 other == missing.end() ? -1 : *other);
-}
-
 // ---- progress
 
 bool Team::progress(int lane_number) {
@@ -381,46 +256,6 @@ void Team::serve(int lane) {
   try {
     while (!stopping_) guarded([&] { wait_for(context_.patience, context_.my_bell(), 3600, ready, look); });
   } catch (const std::exception&) {  // the team's: who uses it is told
-  }
-}
-
-bool Team::complete_async() {
-  std::vector<AsyncWait> finished;
-  {
-    const std::lock_guard lock(async_mutex_);
-    for (size_t i = 0; i < async_.size();) {
-      AsyncWait& wait = async_[i];
-      wait.tensor = wait.plan->first_incomplete(wait.tensor);
-      if (wait.tensor < wait.plan->layout().tensor_count()) {
-        ++i;
-        continue;
-      }
-      finished.push_back(std::move(wait));
-      async_.erase(async_.begin() + static_cast<std::ptrdiff_t>(i));
-      --asynchronous_waits_;
-    }
-  }
-  // Without the lock: the framework may go on with its step, and start the next plan, inside `done`.
-  for (const AsyncWait& wait : finished) {
-    if (wait.stall) wait.stall->resolve();
-    for (int tensor = 0; tensor < wait.plan->layout().tensor_count(); ++tensor) wait.plan->release(tensor);
-    add(exposed_seconds_, seconds_since(wait.begin));
-    if (trace::enabled) trace::record(wait.plan->name(), "wait", number(), wait.begin);
-    wait.done(wait.arg, nullptr);
-  }
-  return !finished.empty();
-}
-
-// What a thread does that waits itself. Throws if there is no use in waiting.
-void Team::look_after_async() {
-  const std::lock_guard lock(async_mutex_);
-  for (AsyncWait& wait : async_) {
-    if (wait.plan->is_complete(wait.tensor)) continue;
-    const TensorWait awaited(*this, *wait.plan, wait.tensor, wait.begin);
-    wait.lookout.look(awaited);
-    if (seconds_since(wait.begin) > options_.timeout_seconds) throw late(*wait.plan, wait.tensor);
-    if (!wait.stall && seconds_since(wait.begin) > options_.stall_seconds)
-      wait.stall = std::make_shared<Activity::Note>(activity_, awaited.stall());
   }
 }
 

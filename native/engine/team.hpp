@@ -156,7 +156,6 @@ class Team {
   void wait_for_collective(Pending& pending, const char* what);
   void meet(const std::string& text, const std::string& label);
   [[noreturn]] void explain(const std::string& text, const PlanMismatch& disagreement);
-  Patience find_patience();
   Timeout late(const Plan& plan, int tensor) const;
 
   std::unique_ptr<Transport> transport_;

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// How callers of a team wait for the tensors of a plan: in their own thread, or by being called back.
+#include <algorithm>
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/error.hpp"
+#include "common/index.hpp"
+#include "engine/team.hpp"
+#include "engine/trace.hpp"
+
+namespace keras_hpc {
+namespace {
+
+// Copying less than this takes less time than asking the clock what it took.
+constexpr size_t kQuickBytes = 4096;
+
+}  // namespace
+
+void Team::wait(Plan& plan, int tensor) {
+  plan.check_started(tensor);
+  const size_t nbytes = plan.layout().range(tensor).size();
+  const bool quick = plan.is_complete(tensor) && nbytes < kQuickBytes && !trace::enabled;
+  const auto begin = quick ? Clock::time_point() : Clock::now();
+  if (!quick && !plan.is_complete(tensor)) guarded([&] { await(plan, tensor); });
+  plan.release(tensor);
+  if (!quick) add(exposed_seconds_, seconds_since(begin));
+  if (trace::enabled) trace::record(plan.tensors()[at(tensor)].name, "wait", number(), begin);
+}
+
+class Team::TensorWait final : public Awaited {
+ public:
+  TensorWait(const Team& team, const Plan& plan, int tensor, Clock::time_point since)
+      : team_(team), plan_(plan), tensor_(tensor), since_(since) {}
+  std::string name() const override { return plan_.describe(tensor_); }
+  std::vector<int> missing() const override { return plan_.missing_ranks(tensor_); }
+  bool is_outside() const override {
+    for (int lane = 0; team_.options_.threads == 0 && lane < static_cast<int>(team_.lanes_.size()); ++lane)
+      if (team_.lanes_[at(lane)]->network_is_busy) return true;
+    return false;
+  }
+  Stall stall() const override {
+    return {plan_.what(),
+            plan_.step(),
+            plan_.tensors()[at(tensor_)].name,
+            tensor_,
+            [&plan = plan_, tensor = tensor_] { return plan.missing_ranks(tensor); },
+            since_};
+  }
+
+ private:
+  const Team& team_;
+  const Plan& plan_;
+  int tensor_;
+  Clock::time_point since_;
+};
+
+void Team::await(Plan& plan, int tensor) {
+  const auto ready = [&] {
+    failure_->throw_if_set();
+    if (plan.is_complete(tensor)) return true;
+    progress_all();
+    return plan.is_complete(tensor);
+  };
+  Bell& bell = context_.callers[topology().local_rank];
+  if (!wait_watched(context_, bell, ready, TensorWait(*this, plan, tensor, Clock::now()))) throw late(plan, tensor);
+  // Who was to be woken for what has come just now was this thread.
+  progress_all();
+}
+
+bool Team::wait_all_async(Plan& plan, void (*done)(void*, const char*), void* arg) {
+  failure_->throw_if_set();
+  if (options_.threads == 0) return false;
+  {
+    const std::lock_guard lock(async_mutex_);
+    failure_->throw_if_set();  // again: fail() empties the list after it has set the error
+    async_.push_back({&plan, 0, done, arg, Clock::now(), Lookout(*failure_)});
+    ++asynchronous_waits_;
+  }
+  context_.my_bell().ring();
+  return true;
+}
+
+Timeout Team::late(const Plan& plan, int tensor) const {
+  const std::vector<int> missing = plan.missing_ranks(tensor);
+  const auto other = std::find_if(missing.begin(), missing.end(), [&](int rank) { return rank != topology().rank; });
+  return Timeout(plan.describe(tensor) + ": after " + std::to_string(static_cast<int>(options_.timeout_seconds)) +
+                     " s not every rank has started it. Missing, as far as this rank sees: rank " + joined(missing) +
+                     ". Do all ranks run the same number of steps?",
+                 other == missing.end() ? -1 : *other);
+}
+
+bool Team::complete_async() {
+  std::vector<AsyncWait> finished;
+  {
+    const std::lock_guard lock(async_mutex_);
+    for (size_t i = 0; i < async_.size();) {
+      AsyncWait& wait = async_[i];
+      wait.tensor = wait.plan->first_incomplete(wait.tensor);
+      if (wait.tensor < wait.plan->layout().tensor_count()) {
+        ++i;
+        continue;
+      }
+      finished.push_back(std::move(wait));
+      async_.erase(async_.begin() + static_cast<std::ptrdiff_t>(i));
+      --asynchronous_waits_;
+    }
+  }
+  // Without the lock: the framework may go on with its step, and start the next plan, inside `done`.
+  for (const AsyncWait& wait : finished) {
+    if (wait.stall) wait.stall->resolve();
+    for (int tensor = 0; tensor < wait.plan->layout().tensor_count(); ++tensor) wait.plan->release(tensor);
+    add(exposed_seconds_, seconds_since(wait.begin));
+    if (trace::enabled) trace::record(wait.plan->name(), "wait", number(), wait.begin);
+    wait.done(wait.arg, nullptr);
+  }
+  return !finished.empty();
+}
+
+// What a thread does that waits itself. Throws if there is no use in waiting.
+void Team::look_after_async() {
+  const std::lock_guard lock(async_mutex_);
+  for (AsyncWait& wait : async_) {
+    if (wait.plan->is_complete(wait.tensor)) continue;
+    const TensorWait awaited(*this, *wait.plan, wait.tensor, wait.begin);
+    wait.lookout.look(awaited);
+    if (seconds_since(wait.begin) > options_.timeout_seconds) throw late(*wait.plan, wait.tensor);
+    if (!wait.stall && seconds_since(wait.begin) > options_.stall_seconds)
+      wait.stall = std::make_shared<Activity::Note>(activity_, awaited.stall());
+  }
+}
+
+}  // namespace keras_hpc
