@@ -182,6 +182,13 @@ def tensorflow_seed(tensorflow: Any) -> int | None:
     return None if found in (None, unset) else int(found)
 
 
+def tensorflow_seed_holder(tensorflow: Any) -> tuple[Any, str]:
+    """Return the object, and the name of its attribute, with the global seed of operations that are made or run now."""
+    if tensorflow.executing_eagerly():
+        return importlib.import_module("tensorflow.python.eager.context").context(), "_seed"
+    return tensorflow.compat.v1.get_default_graph(), "seed"
+
+
 def module(name: str) -> ModuleType:
     """Return a module of Keras."""
     return importlib.import_module(name)
@@ -255,6 +262,12 @@ def _check_mentions(owner: str, function: Any, attributes: tuple[str, ...]) -> N
         )
 
 
+def _is_distributed(jax: Any) -> bool:
+    if hasattr(jax.distributed, "is_initialized"):
+        return bool(jax.distributed.is_initialized())
+    return importlib.import_module("jax._src.distributed").global_state.client is not None  # jax 0.5.0
+
+
 def _refuse_other_distribution() -> None:
     active = keras.distribution.distribution()
     if active is not None:
@@ -269,7 +282,7 @@ def _refuse_other_distribution() -> None:
             "A tf.distribute strategy is active, so gradients could be averaged twice. Use either keras_hpc or "
             f"tf.distribute. Received: {tensorflow.distribute.get_strategy()}"
         )
-    if jax is not None and jax.distributed.is_initialized():
+    if jax is not None and _is_distributed(jax):
         raise RuntimeError(
             "jax.distributed is initialised, so the processes would share arrays, too. Use either keras_hpc or "
             f"jax.distributed. Received: {jax.process_count()} processes"

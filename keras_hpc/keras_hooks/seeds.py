@@ -160,15 +160,14 @@ def of_rank(model: Any) -> Iterator[None]:
     elif keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
-        graph = tf.compat.v1.get_default_graph()
-        if tf.executing_eagerly() or graph.seed is None:
-            yield
-            return
-        outside, graph.seed = graph.seed, (graph.seed ^ _offset(rank)) & 0x7FFFFFFF
+        holder, name = keras_private.tensorflow_seed_holder(tf)
+        outside = getattr(holder, name)
+        if outside is not None:
+            setattr(holder, name, (outside ^ _offset(rank)) & 0x7FFFFFFF)
         try:
             yield
         finally:
-            graph.seed = outside
+            setattr(holder, name, outside)
     else:
         yield
 

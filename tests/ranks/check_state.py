@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas are equal where they must be: at the start, after restores, at epoch ends; and differ where they must."""
+"""Replicas are equal: at the start, after restores, at epoch ends."""
 
-import contextlib
 import functools
 import json
-import random
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
-from keras_cases import Parts, assert_close, assert_identical, data, dense, enough_on, job, on_one_rank, values
+from keras_cases import (
+    Parts,
+    assert_close,
+    assert_identical,
+    data,
+    dense,
+    enough_on,
+    everyone,
+    job,
+    on_one_rank,
+    values,
+)
 
 import keras_hpc
 from keras_hpc.job import current
@@ -30,10 +39,6 @@ def folder(tmp_path):
     return current.job().teams[0].allgather_object(str(tmp_path))[0]
 
 
-def everyone(value):
-    return job().teams[0].allgather_object(value)
-
-
 def differently(model):
     """Gives every rank but 0 other weights."""
     if job().rank > 0:
@@ -49,66 +54,6 @@ def compiled(model, **kwargs):
 
 def train(model, epochs=1, **kwargs):
     return model.fit(Parts(*data()), epochs=epochs, shuffle=False, verbose=0, **kwargs)
-
-
-def test_dropout_differs_by_rank_and_is_reproducible():
-    def run():
-        keras.utils.set_random_seed(4)
-        model = compiled(keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.5), keras.layers.Dense(3)]))
-        train(model)
-        (generator,) = model.layers[0]._seed_generators
-        with keras_hpc.step(samples=4):
-            noise = np.array(model.layers[0](np.ones((4, 6), "float32"), training=True))
-        return noise.tolist(), np.array(generator.state).tolist(), [v.tolist() for v in values(model)]
-
-    first, second = run(), run()
-    assert first == second
-    noises, states, weights = zip(*everyone(first), strict=True)
-    assert all(w == weights[0] for w in weights)
-    for rank in range(1, job().size):
-        assert noises[rank] != noises[0]
-        assert states[rank] == states[0], "numbers are folded with the rank where they are drawn"
-
-
-@pytest.mark.parametrize("in_step", [False, True])
-def test_global_random_stream_differs_by_rank_in_steps_only(in_step):
-    def draw():
-        keras.utils.set_random_seed(9)
-        with keras_hpc.step(samples=1) if in_step else contextlib.nullcontext():
-            return np.array(keras.random.normal((5,))).tolist()
-
-    first, second = draw(), draw()
-    drawn = everyone(second)
-    assert len(set(map(tuple, drawn))) == (job().size if in_step else 1)
-    if hasattr(keras.src.random.seed_generator, "GLOBAL_SEED_GENERATOR"):  # newer Keras resets it with the seed
-        assert first == second
-        with keras_hpc.local():
-            assert in_step or draw() == second
-
-
-def test_scripts_draw_the_same_on_all_ranks():
-    keras.layers.Dense(3).build((None, 6))  # draws from Python's own generator
-    drawn = [random.random(), np.random.normal(), keras.initializers.GlorotUniform()((4, 4))]
-    texts = [np.array(keras.ops.convert_to_numpy(x)).tolist() for x in drawn]
-    assert all(other == texts for other in everyone(texts))
-
-
-@pytest.mark.skipif(keras.backend.backend() != "torch", reason="the others have no stream besides Keras'")
-@pytest.mark.parametrize("in_step", [False, True])
-def test_dropout_without_a_seed_differs_by_rank_in_steps_only(in_step):
-    def draw():
-        keras.utils.set_random_seed(9)
-        model = compiled(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]))
-        model.fit(*data(), epochs=1, verbose=0)
-        with keras_hpc.step(samples=1) if in_step else contextlib.nullcontext():
-            dropped = keras.layers.Dropout(0.5)(np.ones((1, 64)), training=True)
-        return np.array(keras.ops.convert_to_numpy(dropped)).tolist()
-
-    if not in_step:
-        assert len({str(drawn) for drawn in everyone(draw())}) == 1
-        return
-    draw()
-    assert len({str(drawn) for drawn in everyone(draw())}) == job().size
 
 
 def normalized():
