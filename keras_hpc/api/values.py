@@ -88,7 +88,7 @@ def array_of(x: Any, *, copy: bool = False) -> np.ndarray:
                 f"Expected a tensor with a value. Received: {x}"
             )
         x = backend.view(x)
-    array = np.array(x, order="C", copy=copy or None)
+    array = (np.array if copy else np.asarray)(x, order="C")
     if array.dtype == object:
         raise TypeError(f"Expected a number, an array or a tensor. Received: {x!r} of type {type(x).__name__}")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))

@@ -26,9 +26,9 @@ def install(job: Any, patcher: Any) -> None:
                 return original(self, data_batch=_with_a_sample(data_batch))
 
             def looked_at() -> Iterator[Any]:
-                for begin, end, batches in iterator:
+                for *steps, batches in iterator:  # Keras before 3.12 does not say which step is the last
                     batch = batches[0] if isinstance(batches, (list, tuple)) else next(batches)
-                    yield begin, end, [_with_a_sample(batch)]
+                    yield *steps, [_with_a_sample(batch)]
 
             return original(self, iterator=looked_at())
 

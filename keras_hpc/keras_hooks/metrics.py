@@ -107,7 +107,7 @@ def reduce_metrics(model: Any, team: Any, extra: list[float]) -> np.ndarray:
     merging = [metric for metric in _leaves(model.metrics) if callable(getattr(metric, "merge_state", None))]
     merged = {id(v) for metric in merging for v in metric.variables}
     everything = {id(v): v for v in model.metrics_variables}
-    own = {key: backend.to_numpy(variable.value).copy() for key, variable in everything.items()}
+    own = {key: backend.to_numpy(variable.value) for key, variable in everything.items()}
     variables = [variable for key, variable in everything.items() if key not in merged]
     _warn_of_unknown(model, merging)
     arrays = [own[id(variable)] for variable in variables]
@@ -127,7 +127,7 @@ def reduce_metrics(model: Any, team: Any, extra: list[float]) -> np.ndarray:
     for metric in merging:
         _merge(metric, team)
     for key, variable in everything.items():
-        setattr(variable, _OWN, (own[key], backend.to_numpy(variable.value).copy()))
+        setattr(variable, _OWN, (own[key], backend.to_numpy(variable.value)))
     return buffer[start:]
 
 
