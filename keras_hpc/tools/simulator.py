@@ -16,7 +16,7 @@ from typing import Any
 from keras_hpc.tools.timeline import Timeline
 
 SOURCE = Path(__file__).resolve().parents[2] / "native" / "simulator"
-_PAGE = """\
+_CLUSTER = """\
 <?xml version='1.0'?>
 <!DOCTYPE platform SYSTEM "https://simgrid.org/simgrid.dtd">
 <platform version="4.1">
@@ -63,7 +63,9 @@ class Platform:
         if self.file:
             return Path(self.file).read_text()
         topology = f" {self.topology}" if self.topology else ""
-        return _PAGE.format(last=self.nodes - 1, gb_per_s=self.gb_per_s, latency_us=self.latency_us, topology=topology)
+        return _CLUSTER.format(
+            last=self.nodes - 1, gb_per_s=self.gb_per_s, latency_us=self.latency_us, topology=topology
+        )
 
 
 def _fat_tree(description: str, gb_per_s: float) -> Platform:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 import json
 import statistics
 from collections import defaultdict
@@ -122,14 +124,13 @@ def _of_trace(events: Sequence[dict[str, Any]], plans: Sequence[dict[str, Any]])
 
 def _steps(events: Sequence[dict[str, Any]], tensors: set[str], plan: str) -> list[_Step]:
     """The whole steps of a rank, but for the first ones."""
-    steps = sorted(
-        (event for event in events if event["cat"] == "step" and event["name"].endswith(" train")),
-        key=lambda event: float(event["ts"]),
-    )
+    events = sorted(events, key=lambda event: float(event["ts"]))
+    steps = [event for event in events if event["cat"] == "step" and event["name"].endswith(" train")]
+    # JAX may end the call of a step before the step has ended: what begins before the next one belongs to it.
+    bounds = [bisect.bisect_left(events, step["ts"], key=lambda event: float(event["ts"])) for step in steps]
     found = []
-    for step, after in zip(steps, [*steps[1:], None], strict=True):
-        # JAX may end the call of a step before the step has ended.
-        mine = [e for e in events if step["ts"] <= e["ts"] and (after is None or e["ts"] < after["ts"])]
+    for step, (first, last) in zip(steps, itertools.pairwise([*bounds, len(events)]), strict=True):
+        mine = events[first:last]
         starts = [e for e in mine if e["cat"] == "start" and e["name"] in tensors]
         waits = [e["ts"] + e["dur"] for e in mine if e["cat"] == "wait" and e["name"] in tensors | {plan}]
         if len(starts) != len(tensors) or {e["name"] for e in starts} != tensors or not waits:
