@@ -311,6 +311,7 @@ def test_paths_and_disks_that_cannot_be_written(folder, monkeypatch):
 
 @only_on("torch")
 @enough_on("torch")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # NumPy 1.26 does not close its file
 def test_a_disk_that_fills_up_leaves_the_checkpoint_before(folder):
     class Full(keras.callbacks.Callback):
         """From now on no file of the first rank may become larger than a kilobyte."""

@@ -14,14 +14,13 @@ from data_cases import (
     Y,
     _job,
     batches,
-    everyone,
     mode,
     opened,
     rows_of_all,
     steps_of_all,
     visits_each_once,
 )
-from keras_cases import enough, enough_on, job
+from keras_cases import enough, enough_on, everyone, job
 
 import keras_hpc
 from keras_hpc.keras_hooks.data.arrays import ShardedArrays
@@ -280,9 +279,9 @@ def test_generators_are_dealt():
 
     adapter = opened(batches())
     seen = [int(y) for _, labels in adapter.get_numpy_iterator() for y in np.asarray(labels)]
-    everyone = job().teams[0].allgather_object(seen)
-    assert sorted(y for theirs in everyone for y in theirs) == list(range(SAMPLES))
-    assert job().size == 1 or everyone[0][:5] == [0, 1, 2, 3, 4]
+    of_rank = everyone(seen)
+    assert sorted(y for theirs in of_rank for y in theirs) == list(range(SAMPLES))
+    assert job().size == 1 or of_rank[0][:5] == [0, 1, 2, 3, 4]
 
 
 def test_an_endless_generator_goes_on_where_an_epoch_ended():

@@ -7,8 +7,8 @@ import logging
 import keras
 import numpy as np
 import pytest
-from data_cases import Batches, _job, everyone, mode, opened
-from keras_cases import BATCH, SAMPLES, assert_like_one_rank, data, dense, job, values
+from data_cases import Batches, _job, mode, opened
+from keras_cases import BATCH, SAMPLES, assert_like_one_rank, data, dense, everyone, job, values
 
 import keras_hpc
 

@@ -168,11 +168,11 @@ def test_calls_in_loops_branches_and_maps():
 
 @pytest.mark.skipif(size == 1, reason="one rank agrees with itself")
 def test_mismatches_in_programs():
-    error = {"jax": "JaxRuntimeError", "tensorflow": "InternalError", "torch": "PlanMismatchError"}[BACKEND]
+    errors = {"jax": "JaxRuntimeError, or XlaRuntimeError", "tensorflow": "InternalError", "torch": "PlanMismatchError"}
     step = compiled(lambda x: keras_hpc.allreduce(x, "sum"))
     with pytest.raises(Exception, match=r"shape \(1,\).* on rank 0; .*shape \(2,\)") as info:
         ops.convert_to_numpy(step(ops.convert_to_tensor(np.ones(1 + rank, np.float32))))
-    assert info.typename == error
+    assert info.typename in errors[BACKEND]  # JAX 0.5 has another name
     one = ops.convert_to_tensor(np.ones(3, np.float32))
     np.testing.assert_array_equal(ops.convert_to_numpy(step(one)), np.full(3, size))
     keras_hpc.barrier()

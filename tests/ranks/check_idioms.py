@@ -4,16 +4,14 @@
 import keras
 import numpy as np
 import pytest
-from keras_cases import assert_close, assert_identical, enough, enough_on, job, on_one_rank, values
+from keras_cases import assert_close, assert_identical, enough, enough_on, everyone, job, on_one_rank, values
+from regression import BATCH, SAMPLES, X, Y, compare, dense
 
 import keras_hpc
 from keras_hpc.keras_hooks import keras_private
 
 SOAK = {"tensorflow": (2,), "jax": (2,)}
 BACKEND = keras.backend.backend()
-SAMPLES, BATCH = 60, 16  # the last step has 12
-X = np.random.default_rng(0).normal(size=(SAMPLES, 4)).astype("float32")
-Y = X.sum(axis=1, keepdims=True)
 ops = keras.ops
 
 
@@ -22,35 +20,6 @@ def _job():
     keras_hpc.init(batch="global")
     yield
     keras_hpc.finalize()
-
-
-def everyone(value):
-    return job().teams[0].allgather_object(value)
-
-
-def dense(*layers):
-    return keras.Sequential(
-        [keras.Input((4,)), keras.layers.Dense(3, activation="tanh"), *layers, keras.layers.Dense(1)]
-    )
-
-
-def compare(make, x=X, y=Y, tolerance=3e-6):
-    """Trains together and alone, on all data, and compares weights and history."""
-
-    def trained():
-        keras.utils.set_random_seed(5)
-        model = make()
-        history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
-        return values(model), history, model
-
-    alone, alone_history = on_one_rank(lambda: trained()[:2])
-    weights, history, model = trained()
-    assert_identical(weights)
-    assert_close(weights, alone, tolerance)
-    assert history.keys() == alone_history.keys()
-    for name, numbers in alone_history.items():
-        np.testing.assert_allclose(history[name], numbers, rtol=1e-5, err_msg=name)
-    return model
 
 
 class Guide(keras.Model):
@@ -180,194 +149,6 @@ def test_a_gan_in_one_model(optimizer):
     model = compare(make, y=None, tolerance=2e-5)
     assert int(model.critic_optimizer.iterations) == 2 * int(model.generator_optimizer.iterations) == 16
     keras_hpc.check_replicas(model)
-
-
-class Adds(keras.layers.Layer):
-    def __init__(self, loss):
-        super().__init__()
-        self.loss = loss
-
-    def call(self, x):
-        self.add_loss(self.loss(x))
-        return x
-
-
-@pytest.mark.parametrize(
-    "kind", ["sum", "added sum", *enough(["mean", "vector", "added mean", "added vector"], "torch")]
-)
-def test_losses_that_are_sums_or_vectors(kind):
-    losses = {
-        "sum": lambda y, p: ops.sum(ops.square(y - p)),
-        "mean": lambda y, p: ops.mean(ops.square(y - p)),
-        "vector": lambda y, p: ops.square(y - p)[:, 0],
-    }
-    added = {
-        "added sum": lambda x: 0.01 * ops.sum(ops.square(x)),
-        "added mean": lambda x: 0.01 * ops.mean(ops.square(x)),
-        "added vector": lambda x: 0.01 * ops.sum(ops.square(x), axis=1),
-    }
-
-    def make():
-        model = dense(*([Adds(added[kind])] if kind in added else []))
-        model.compile(keras.optimizers.SGD(1e-3), losses.get(kind, "mse"))
-        return model
-
-    compare(make)
-
-
-def test_sums_of_a_model_whose_call_knows_no_training():
-    class Own(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.inner = dense(Adds(lambda x: 0.01 * ops.sum(ops.square(x))))
-
-        def call(self, x):
-            return self.inner(x)
-
-    def make():
-        model = Own()
-        model.compile(keras.optimizers.SGD(1e-3), "mse")
-        return model
-
-    compare(make)
-
-
-class Endpoint(keras.layers.Layer):
-    """Computes the loss itself, from targets that are among the inputs, as a sum over samples."""
-
-    def call(self, x, targets):
-        self.add_loss(0.01 * ops.sum(ops.square(x - targets)))
-        return x
-
-
-@enough_on("torch")
-@pytest.mark.parametrize("named", [True, *enough([False], "torch")])
-def test_targets_among_the_inputs(named):
-    def make():
-        x, y = keras.Input((4,), name="x"), keras.Input((1,), name="y")
-        inputs = {"x": x, "y": y} if named else [x, y]
-        model = keras.Model(inputs, Endpoint()(keras.layers.Dense(1)(x), y))
-        model.compile(keras.optimizers.SGD(0.05))
-        return model
-
-    compare(make, x={"x": X, "y": Y} if named else [X, Y], y=None)
-
-
-def test_a_loss_that_is_neither_is_refused():
-    model = dense(Adds(lambda x: ops.logsumexp(x)))
-    model.compile("sgd", "mse")
-    if job().size > 1:
-        with pytest.raises(ValueError, match="neither a mean nor a sum"):
-            model.fit(X, Y, batch_size=BATCH, verbose=0)
-
-
-class OwnStep(keras.Model):
-    """A model with a loss and a `train_step` of its own."""
-
-    def __init__(self, loss, *layers):
-        inputs = keras.Input((4,))
-        super().__init__(inputs, dense(*layers)(inputs))
-        self.own_loss = loss
-
-    if BACKEND == "jax":
-
-        def train_step(self, state, data):
-            import jax
-
-            trainable, fixed, optimizer, metrics = state
-            x, y = data
-
-            def loss_of(trainable, fixed):
-                predicted, fixed = self.stateless_call(trainable, fixed, x, training=True)
-                return self.own_loss(y, predicted), fixed
-
-            gradients, fixed = jax.grad(loss_of, has_aux=True)(trainable, fixed)
-            trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
-            return {"loss": ops.zeros(())}, (trainable, fixed, optimizer, metrics)
-
-    else:
-
-        def train_step(self, data):
-            x, y = data
-            if BACKEND == "tensorflow":
-                import tensorflow as tf
-
-                with tf.GradientTape() as tape:
-                    loss = self.own_loss(y, self(x, training=True))
-                self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
-            else:
-                self.zero_grad()
-                self.own_loss(y, self(x, training=True)).backward()
-                self.optimizer.apply([v.value.grad for v in self.trainable_weights], self.trainable_weights)
-            return {"loss": ops.zeros(())}
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        pytest.param(lambda y, p: ops.mean(ops.square(y - p)), id="mean"),
-        pytest.param(keras.losses.MeanSquaredError(), id="keras mean", marks=enough_on("torch")),
-        pytest.param(keras.losses.MeanSquaredError(reduction="sum"), id="keras sum"),
-    ],
-)
-def test_a_step_of_ones_own(loss, caplog):
-    def make():
-        model = OwnStep(loss)
-        model.compile(keras.optimizers.SGD(1e-3))
-        return model
-
-    with caplog.at_level("INFO", "keras_hpc"):
-        model = compare(make)
-    assert "right if its loss is a mean" not in caplog.text
-    keras_hpc.check_replicas(model)
-
-
-class OwnLoss(keras.Model):
-    """A model with a loss of its own and the step of Keras."""
-
-    def __init__(self, loss):
-        inputs = keras.Input((4,))
-        super().__init__(inputs, dense()(inputs))
-        self.own_loss = loss
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return self.own_loss(y, y_pred)
-
-
-@pytest.mark.parametrize("kind", ["mean", "sum"])
-def test_a_loss_that_the_model_computes(kind):
-    def make():
-        model = OwnLoss(lambda y, p: getattr(ops, kind)(ops.square(y - p)))
-        model.compile(keras.optimizers.SGD(1e-3))
-        return model
-
-    if kind == "mean" or job().size == 1:
-        compare(make)
-    else:
-        with pytest.raises(ValueError, match=r"compute_loss\(\)` are a sum over samples"):
-            make().fit(X, Y, batch_size=BATCH, verbose=0)
-
-
-@pytest.mark.parametrize(
-    ("loss", "layers", "what"),
-    [
-        (lambda y, p: ops.sum(ops.square(y - p)), [], "a sum over samples"),
-        (lambda y, p: ops.sum(ops.square(y - p)), [keras.layers.GaussianNoise(0.3)], "a sum over samples"),
-        (lambda y, p: ops.log(ops.sum(ops.square(y - p)) + 1), [], "neither a mean nor a sum"),
-    ],
-    ids=["sum", "noisy sum", "logarithm"],
-)
-def test_a_step_whose_gradients_ranks_may_not_average_is_refused(loss, layers, what):
-    model = OwnStep(loss, *layers)
-    model.compile(keras.optimizers.SGD(1e-3))
-    before = values(model)
-    if job().size == 1:
-        model.fit(X, Y, batch_size=BATCH, verbose=0)
-        return
-    with pytest.raises(ValueError, match=what):
-        model.fit(X, Y, batch_size=BATCH, verbose=0)
-    if BACKEND != "jax":  # where Keras holds the state of a model that trains outside of it
-        assert_close(values(model), before, 0)
 
 
 class Largest(keras.metrics.Metric):
@@ -512,93 +293,6 @@ def test_weights_that_rank_0_loads_alone_reach_all(tmp_path):
     model.evaluate(X, Y, verbose=0)
     assert_identical(values(model))
     assert_close(values(model), everyone([w.tolist() for w in model.get_weights()])[0], 0)
-
-
-def test_a_loop_with_step_and_shard_is_exact():
-    if BACKEND == "jax":
-        pytest.skip("loops on JAX hand states on: check_loops")
-    rows = {0: 5, 1: 9}.get(job().rank, 2)  # each rank has its own number of samples
-    start = sum({0: 5, 1: 9}.get(rank, 2) for rank in range(job().rank))
-    total = sum({0: 5, 1: 9}.get(rank, 2) for rank in range(job().size))
-
-    def gradients(model, x, y):
-        if BACKEND == "torch":
-            model.zero_grad()
-            ops.mean(ops.square(model(x) - y)).backward()
-            return [v.value.grad for v in model.trainable_variables]
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            loss = ops.mean(ops.square(model(x) - y))
-        return tape.gradient(loss, model.trainable_variables)
-
-    def train(x, y, samples):
-        keras.utils.set_random_seed(3)
-        model, optimizer = dense(), keras.optimizers.Adam(0.01)
-        optimizer.build(model.trainable_variables)
-        for _ in range(3):
-            with keras_hpc.step(samples=samples):
-                own = gradients(model, ops.convert_to_tensor(x), ops.convert_to_tensor(y))
-                if BACKEND == "torch":
-                    own = [g.detach() for g in own]
-                optimizer.apply(own, model.trainable_variables)
-        return values(model)
-
-    alone = on_one_rank(lambda: train(X[:total], Y[:total], total))
-    together = train(X[start : start + rows], Y[start : start + rows], rows)
-    assert_identical(together)
-    assert_close(together, alone, 3e-6)
-
-
-@pytest.mark.skipif(BACKEND != "torch", reason="optimizers of PyTorch")
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_optimizers_of_pytorch(kind):
-    import torch
-
-    def train(x, y):
-        keras.utils.set_random_seed(3)
-        model = dense()
-        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
-        for _ in range(3):
-            optimizer.zero_grad()
-            ops.mean(ops.square(model(x) - y)).backward()
-            optimizer.step()
-        return values(model)
-
-    whole = X[: 10 * job().size], Y[: 10 * job().size]
-    alone = on_one_rank(lambda: train(*map(torch.tensor, whole)))
-    together = train(*map(torch.tensor, keras_hpc.shard(whole)))
-    assert_identical(together)
-    assert_close(together, alone, 3e-6)
-
-
-@enough_on("torch")
-def test_parts_of_a_loops_data_are_equally_long_and_different():
-    whole = np.arange(11)
-    parts = everyone(keras_hpc.shard(whole).tolist())
-    assert {len(part) for part in parts} == {11 // job().size}
-    assert len({number for part in parts for number in part}) == job().size * (11 // job().size)
-    batches = everyone([batch for batch in keras_hpc.shard(iter(range(11)))])
-    assert {len(part) for part in batches} == {11 // job().size}
-    if keras_private.find("tensorflow:data") is not None and BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        for data in (tf.data.Dataset.range(11), tf.data.Dataset.range(11).filter(lambda x: x >= 0)):
-            taken = everyone([int(x) for x in keras_hpc.shard(data)])
-            assert sorted(x for part in taken for x in part) == list(range(job().size * (11 // job().size)))
-
-
-@enough_on("torch")
-def test_a_layer_that_stays_local():
-    keras.utils.set_random_seed(1)
-    model = dense()
-    keras_hpc.keep_local(model.layers[0])
-    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
-    model.layers[0].set_weights([w + job().rank for w in model.layers[0].get_weights()])
-    model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0)
-    keras_hpc.check_replicas(model)
-    kernels = everyone(np.array(model.layers[0].kernel).tolist())
-    assert len({str(kernel) for kernel in kernels}) == job().size
 
 
 @enough_on("torch")

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_hpc.keras_hooks.data.partition import Partition, Shard, deal
@@ -21,6 +21,7 @@ def shards(size, batch="local"):
     return [Shard(rank, size, batch) for rank in range(size)]
 
 
+@settings(deadline=None)
 @given(count=st.integers(0, 200), size=SIZES)
 def test_parts_are_contiguous_and_even(count, size):
     parts = [shard.part(count) for shard in shards(size)]
@@ -35,6 +36,7 @@ def test_an_odd_global_batch_gives_the_first_ranks_one_more():
     assert [shard.part(25) for shard in shards(2, "global")] == [(0, 13), (13, 25)]
 
 
+@settings(deadline=None)
 @given(samples=st.integers(1, 300), batch_size=st.integers(1, 70), size=SIZES, mode=MODES)
 def test_ranks_in_order_make_up_each_global_batch(samples, batch_size, size, mode):
     partitions = [Partition(samples, p.global_batch(batch_size), p) for p in shards(size, mode)]
@@ -53,6 +55,7 @@ def test_ranks_in_order_make_up_each_global_batch(samples, batch_size, size, mod
     assert partitions[0].may_be_empty == empty
 
 
+@settings(deadline=None)
 @given(samples=st.integers(1, 300), batch_size=st.integers(1, 70), size=SIZES, mode=MODES)
 def test_mine_lists_the_same_samples_as_bounds(samples, batch_size, size, mode):
     order = np.random.default_rng(0).permutation(samples)
@@ -65,6 +68,7 @@ def test_mine_lists_the_same_samples_as_bounds(samples, batch_size, size, mode):
             np.testing.assert_array_equal(row, order[start:stop])
 
 
+@settings(deadline=None)
 @given(
     samples=st.integers(1, 300),
     batch=st.integers(1, 70),
@@ -89,6 +93,7 @@ def test_each_epoch_has_its_own_permutation():
     assert not np.array_equal(first, np.arange(1000))
 
 
+@settings(deadline=None)
 @given(batches=st.integers(0, 60), size=SIZES)
 def test_dealt_batches_reach_one_rank_each(batches, size):
     hands = [list(deal(iter(range(batches)), lambda _: "empty", shard)) for shard in shards(size)]

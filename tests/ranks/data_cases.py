@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras.src.trainers.epoch_iterator import EpochIterator
-from keras_cases import job
+from keras_cases import everyone, job
 
 import keras_hpc
 from keras_hpc.keras_hooks import running
@@ -28,10 +28,6 @@ def _job():
 def mode(request, monkeypatch):
     monkeypatch.setattr(job(), "batch", request.param)
     return request.param
-
-
-def everyone(value):
-    return job().comm.allgather(value) if job().size > 1 else [value]
 
 
 def opened(x, y=None, **kwargs):

@@ -30,6 +30,11 @@ def job():
     return current.job()
 
 
+def everyone(value):
+    """Returns every rank's value, in rank order. Collective."""
+    return job().teams[0].allgather_object(value)
+
+
 def data(features=6, classes=3, samples=SAMPLES):
     random = np.random.default_rng(7)
     x = random.normal(size=(samples, features)).astype("float32")

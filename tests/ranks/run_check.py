@@ -1,10 +1,11 @@
 """What each rank of a check runs: `mpiexec -n N python tests/ranks/run_check.py SECONDS FOLDER check_x.py ...`.
 
-Becomes `python -m mpi4py -m pytest -x check_x.py ...`: under `-m mpi4py` a rank that fails aborts the job, and `-x`
+Goes on as `python -m mpi4py -m pytest -x check_x.py ...`: under `-m mpi4py` a rank that fails aborts the job, and `-x`
 keeps it from communicating after its first failure. Each rank writes to a file of its own in FOLDER.
 """
 
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -20,4 +21,6 @@ options = ["-p", "pytest_timeout", f"--timeout={seconds}"]
 options += ["-x", "-v", "--durations=0", "--durations-min=0.3", "-p", "no:cacheprovider", "--tb=short"]
 # Folders of its own: ranks that share them remove those of earlier runs at the same time, and trip over each other.
 options.append(f"--basetemp={folder}/folders{rank}")
-os.execv(sys.executable, [sys.executable, "-m", "mpi4py", "-m", "pytest", *options, *checks])
+sys.argv[1:] = ["-m", "pytest", *options, *checks]
+sys.path[0] = str(Path.cwd())
+runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)

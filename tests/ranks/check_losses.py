@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses that are sums, vectors or numbers, of a step, a layer or a model: the same as one rank, or refused."""
+
+import keras
+import pytest
+from keras_cases import assert_close, enough, enough_on, job, values
+from regression import BATCH, X, Y, compare, dense
+
+import keras_hpc
+
+SOAK = {"tensorflow": (2,), "jax": (2,)}
+BACKEND = keras.backend.backend()
+ops = keras.ops
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _job():
+    keras_hpc.init(batch="global")
+    yield
+    keras_hpc.finalize()
+
+
+class Adds(keras.layers.Layer):
+    def __init__(self, loss):
+        super().__init__()
+        self.loss = loss
+
+    def call(self, x):
+        self.add_loss(self.loss(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    "kind", ["sum", "added sum", *enough(["mean", "vector", "added mean", "added vector"], "torch")]
+)
+def test_losses_that_are_sums_or_vectors(kind):
+    losses = {
+        "sum": lambda y, p: ops.sum(ops.square(y - p)),
+        "mean": lambda y, p: ops.mean(ops.square(y - p)),
+        "vector": lambda y, p: ops.square(y - p)[:, 0],
+    }
+    added = {
+        "added sum": lambda x: 0.01 * ops.sum(ops.square(x)),
+        "added mean": lambda x: 0.01 * ops.mean(ops.square(x)),
+        "added vector": lambda x: 0.01 * ops.sum(ops.square(x), axis=1),
+    }
+
+    def make():
+        model = dense(*([Adds(added[kind])] if kind in added else []))
+        model.compile(keras.optimizers.SGD(1e-3), losses.get(kind, "mse"))
+        return model
+
+    compare(make)
+
+
+def test_sums_of_a_model_whose_call_knows_no_training():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = dense(Adds(lambda x: 0.01 * ops.sum(ops.square(x))))
+
+        def call(self, x):
+            return self.inner(x)
+
+    def make():
+        model = Own()
+        model.compile(keras.optimizers.SGD(1e-3), "mse")
+        return model
+
+    compare(make)
+
+
+@enough_on("torch", "jax")
+def test_a_loss_that_is_a_plain_number():
+    """What Keras' own tests of ragged data use; it has no gradient beside that of what the layer adds."""
+
+    def make():
+        penalty = Adds(lambda x: ops.mean(ops.square(x)))
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1), penalty])
+        model.compile("sgd", loss=lambda y, y_pred: 0.0)
+        return model
+
+    compare(make)
+
+
+class Endpoint(keras.layers.Layer):
+    """Computes the loss itself, from targets that are among the inputs, as a sum over samples."""
+
+    def call(self, x, targets):
+        self.add_loss(0.01 * ops.sum(ops.square(x - targets)))
+        return x
+
+
+@enough_on("torch")
+@pytest.mark.parametrize("named", [True, *enough([False], "torch")])
+def test_targets_among_the_inputs(named):
+    def make():
+        x, y = keras.Input((4,), name="x"), keras.Input((1,), name="y")
+        inputs = {"x": x, "y": y} if named else [x, y]
+        model = keras.Model(inputs, Endpoint()(keras.layers.Dense(1)(x), y))
+        model.compile(keras.optimizers.SGD(0.05))
+        return model
+
+    compare(make, x={"x": X, "y": Y} if named else [X, Y], y=None)
+
+
+def test_a_loss_that_is_neither_is_refused():
+    model = dense(Adds(lambda x: ops.logsumexp(x)))
+    model.compile("sgd", "mse")
+    if job().size > 1:
+        with pytest.raises(ValueError, match="neither a mean nor a sum"):
+            model.fit(X, Y, batch_size=BATCH, verbose=0)
+
+
+class OwnStep(keras.Model):
+    """A model with a loss and a `train_step` of its own."""
+
+    def __init__(self, loss, *layers):
+        inputs = keras.Input((4,))
+        super().__init__(inputs, dense(*layers)(inputs))
+        self.own_loss = loss
+
+    if BACKEND == "jax":
+
+        def train_step(self, state, data):
+            import jax
+
+            trainable, fixed, optimizer, metrics = state
+            x, y = data
+
+            def loss_of(trainable, fixed):
+                predicted, fixed = self.stateless_call(trainable, fixed, x, training=True)
+                return self.own_loss(y, predicted), fixed
+
+            gradients, fixed = jax.grad(loss_of, has_aux=True)(trainable, fixed)
+            trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+            return {"loss": ops.zeros(())}, (trainable, fixed, optimizer, metrics)
+
+    else:
+
+        def train_step(self, data):
+            x, y = data
+            if BACKEND == "tensorflow":
+                import tensorflow as tf
+
+                with tf.GradientTape() as tape:
+                    loss = self.own_loss(y, self(x, training=True))
+                self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+            else:
+                self.zero_grad()
+                self.own_loss(y, self(x, training=True)).backward()
+                self.optimizer.apply([v.value.grad for v in self.trainable_weights], self.trainable_weights)
+            return {"loss": ops.zeros(())}
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(lambda y, p: ops.mean(ops.square(y - p)), id="mean"),
+        pytest.param(keras.losses.MeanSquaredError(), id="keras mean", marks=enough_on("torch")),
+        pytest.param(keras.losses.MeanSquaredError(reduction="sum"), id="keras sum"),
+    ],
+)
+def test_a_step_of_ones_own(loss, caplog):
+    def make():
+        model = OwnStep(loss)
+        model.compile(keras.optimizers.SGD(1e-3))
+        return model
+
+    with caplog.at_level("INFO", "keras_hpc"):
+        model = compare(make)
+    assert "right if its loss is a mean" not in caplog.text
+    keras_hpc.check_replicas(model)
+
+
+class OwnLoss(keras.Model):
+    """A model with a loss of its own and the step of Keras."""
+
+    def __init__(self, loss):
+        inputs = keras.Input((4,))
+        super().__init__(inputs, dense()(inputs))
+        self.own_loss = loss
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return self.own_loss(y, y_pred)
+
+
+@pytest.mark.parametrize("kind", ["mean", "sum"])
+def test_a_loss_that_the_model_computes(kind):
+    def make():
+        model = OwnLoss(lambda y, p: getattr(ops, kind)(ops.square(y - p)))
+        model.compile(keras.optimizers.SGD(1e-3))
+        return model
+
+    if kind == "mean" or job().size == 1:
+        compare(make)
+    else:
+        with pytest.raises(ValueError, match=r"compute_loss\(\)` are a sum over samples"):
+            make().fit(X, Y, batch_size=BATCH, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "layers", "what"),
+    [
+        (lambda y, p: ops.sum(ops.square(y - p)), [], "a sum over samples"),
+        (lambda y, p: ops.sum(ops.square(y - p)), [keras.layers.GaussianNoise(0.3)], "a sum over samples"),
+        (lambda y, p: ops.log(ops.sum(ops.square(y - p)) + 1), [], "neither a mean nor a sum"),
+    ],
+    ids=["sum", "noisy sum", "logarithm"],
+)
+def test_a_step_whose_gradients_ranks_may_not_average_is_refused(loss, layers, what):
+    model = OwnStep(loss, *layers)
+    model.compile(keras.optimizers.SGD(1e-3))
+    before = values(model)
+    if job().size == 1:
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+        return
+    with pytest.raises(ValueError, match=what):
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+    if BACKEND != "jax":  # where Keras holds the state of a model that trains outside of it
+        assert_close(values(model), before, 0)
