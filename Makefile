@@ -23,9 +23,9 @@ help:  ## list the targets
 demo: $(VENV)/stamp-demo  ## train a CNN on real digits on 1 rank and on 2; charts go to results/
 	$(BIN)/python -m examples.cnn.demo
 
-# Two files at a time: many tests wait for time limits. Tests that share a job keep together: tests/conftest.py.
+# Three files at a time, on two cores: many tests wait for time limits. Tests that share a job keep together: tests/conftest.py.
 test: $(VENV)/stamp-test  ## all tests, ranks started by mpiexec included
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadscope $(PYTEST_ARGS)
 
 sanitize: $(VENV)/stamp-test  ## the engine under ThreadSanitizer, and with MPI under AddressSanitizer; an hour
 	$(BIN)/python -m pytest -m soak tests/test_sanitizer.py $(PYTEST_ARGS)

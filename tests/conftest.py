@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import forks
 import pytest
 from launch import ROOT, Run, child_environment, launch
 from xdist.scheduler import LoadScopeScheduling
@@ -27,6 +28,7 @@ LONG = [
     "tests/test_readme.py",
     "tests/test_failures.py",
     "tests/test_idioms.py",
+    "tests/test_simulator.py",
     "tests/test_examples.py",
     *(f"tests/test_ranks.py {job}" for job in ("jax-3", "tensorflow-3", "torch-3")),
     "tests/cluster/test_slurm.py",
@@ -75,7 +77,7 @@ def run_ranks() -> RunRanks:
     `run_ranks(n, args, timeout=120, env=None, backend="tensorflow", expect_failure=False, mpi=True, lean=True)` runs
     `python args...` on `n` ranks (`mpi=False`: one process without mpiexec; `lean=False`: with all that is installed)
     and returns a `launch.Run`. What is in `before` stands before it in each rank's command; `python=False`: the
-    arguments are the whole command.
+    arguments are the whole command. Lean ranks are forks that need not import their framework: see forks.py.
     """
 
     def run(
@@ -92,7 +94,9 @@ def run_ranks() -> RunRanks:
         python: bool = True,
         **options: Path,
     ) -> Run:
-        command = [*before, *[sys.executable] * python, *map(str, args)]
+        # What is set before a rank starts, its cores apart, a fork does not have.
+        interpreter = [] if not python else forks.python(backend) if lean and not before else [sys.executable]
+        command = [*before, *interpreter, *map(str, args)]
         environment = child_environment(backend, env, lean)
         if args[0] == "-m" and str(args[1]).startswith(("examples", "benchmarks")):
             environment["TESTS_EXAMPLES"] = "1"

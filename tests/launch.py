@@ -4,6 +4,7 @@ Imports neither MPI nor a framework: an MPI that has been started in this proces
 """
 
 import atexit
+import importlib.metadata
 import os
 import secrets
 import shutil
@@ -15,9 +16,24 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import forks
+
 ROOT = Path(__file__).resolve().parent.parent
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 TOKEN = "KERAS_HPC_TEST_TOKEN"
+
+
+def _xla_flags() -> str:
+    """More than half of the time of a JAX test would be compiling small models well."""
+    flags = [
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ]
+    if not importlib.metadata.version("jaxlib").startswith("0.5."):  # which refuses what it does not know
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    return " ".join(flags)
+
 
 # One thread per rank: two cores carry up to four ranks here, and pools of threads that fight take minutes, not seconds.
 ENVIRONMENT = {
@@ -28,9 +44,7 @@ ENVIRONMENT = {
     "TF_NUM_INTEROP_THREADS": "3",
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "CUDA_VISIBLE_DEVICES": "",
-    # More than half of the time of a JAX test is compiling small models well.
-    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+    "XLA_FLAGS": _xla_flags(),
     "PYTHONFAULTHANDLER": "1",
     "XDG_CACHE_HOME": tempfile.mkdtemp(prefix="keras_hpc-tests-"),
     # Open MPI refuses root, and more ranks than cores, unless told otherwise; ranks that outnumber cores must yield.
@@ -74,13 +88,15 @@ def child_environment(
 
 
 def _processes_with(token: str) -> list[int]:
+    """Of a job: known by their environment, or by their group, as a forked rank's is its server's."""
     needle = f"{TOKEN}={token}".encode()
+    groups = forks.groups_of(token)
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-                if needle in (entry / "environ").read_bytes() and not zombie:
+                state, _, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+                if state != "Z" and (group in groups or needle in (entry / "environ").read_bytes()):
                     found.append(int(entry.name))
             except OSError:  # it ended while we looked, or is another user's
                 continue
@@ -137,4 +153,5 @@ def launch(
         time.sleep(0.1)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
+    forks.forget(token)
     return Run(returncode, output, ended_at, tuple(left))

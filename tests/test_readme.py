@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 from launch import ROOT, child_environment, launch
 
@@ -69,7 +70,8 @@ def snippets(tmp_path_factory):
 
 
 def _run(command, folder, backend, lean):
-    path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    folders = [*([forks.folder_with_python(backend)] * lean), str(Path(sys.executable).parent), os.environ["PATH"]]
+    path = {"PATH": os.pathsep.join(folders)}
     env = child_environment(backend, path, lean) | {"TESTS_EXAMPLES": "1"}
     return launch(1, ["bash", "-c", command], timeout=240, env=env, cwd=folder, mpi=False)
 

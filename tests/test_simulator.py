@@ -1,8 +1,12 @@
 """The engine on simulated nodes: what its schedules take, to the microsecond, and what no schedule can beat."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
-from keras_hpc.tools import simulator
+from keras_hpc.tools import simulator, timeline
 
 pytestmark = pytest.mark.skipif(simulator.missing() is not None, reason=str(simulator.missing()))
 NODES, BYTES = 16, 2**20
@@ -12,8 +16,14 @@ EXPECTED = {"recursive_doubling": 2970.061, "rabenseifner": 1026.208, "ring": 62
 
 
 @pytest.fixture(scope="module")
-def simulate(tmp_path_factory):
-    program = simulator.build(tmp_path_factory.mktemp("simulator"))
+def cache(tmp_path_factory):
+    """A user's cache folder."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def simulate(cache, tmp_path_factory):
+    program = simulator.build(cache / "keras_hpc" / "simulator")
     folder = tmp_path_factory.mktemp("platform")
 
     def run(platform, nodes, *options, **settings):
@@ -137,3 +147,40 @@ def test_errors_say_what_is_wrong(simulate):
         simulate("aries", 2, "--messages", "letters")
     with pytest.raises(simulator.SimulatorError, match="Unknown option"):
         simulate("aries", 2, "--speed", 1)
+
+
+def _plan(*arguments, cache):
+    command = [sys.executable, "-m", "keras_hpc", "plan", "--simulate", *map(str, arguments)]
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+
+
+def test_a_plan_says_what_steps_take(cache, simulate, tmp_path):
+    step = timeline.Timeline((1 << 20,) * 4, (0.4, 0.6, 0.8, 1.0), 0.09, 0.01, (0.9, 1.0, 1.1))
+    step.write(tmp_path / "trace.json")
+    done = _plan("edr", "--nodes", 16, "--trace", tmp_path / "trace.json", cache=cache)
+    assert done.returncode == 0, done
+    rows = {line[:20].strip(): line[20:] for line in done.stdout.splitlines()}
+    assert rows["simulated"].startswith("16 nodes of: InfiniBand EDR")
+    assert rows["a step alone"].startswith("100 ms, 16.78 MB of gradients, as the trace has them")
+    exposed = float(rows["a step"].split(" exposed")[0].split()[-2])
+    assert 0.3 < exposed < 10  # the last 4 MiB through 12.5 GB/s, at least
+    assert float(rows["efficiency"].split("%")[0]) == pytest.approx(100 * 100 / (100 + exposed), abs=0.2)
+    # Of 16 nodes one takes 1.1 times as long in almost every step.
+    assert 88 < float(rows["with variation"].split("%")[0]) < 93
+
+    # Two hosts of the user's own, with a link that takes 160 ms for 16 MiB.
+    (tmp_path / "mine.xml").write_text(simulator.Platform("", 2, 0.1, 10.0).xml())
+    done = _plan(
+        *(tmp_path / "mine.xml", "--nodes", 2, "--step-ms", 10, "--parameters", 1 << 22),
+        cache=cache,
+    )
+    assert done.returncode == 0, done
+    rows = {line[:20].strip(): line[20:] for line in done.stdout.splitlines()}
+    assert float(rows["a step"].split()[0]) == pytest.approx(10 + 168, rel=0.05)
+    assert "with variation" not in rows
+    done = _plan(
+        *(tmp_path / "mine.xml", "--nodes", 3, "--step-ms", 10, "--parameters", 1 << 20),
+        cache=cache,
+    )
+    assert "too few hosts. Expected 3 or more. Received: 2" in done.stderr

@@ -8,11 +8,17 @@ TESTS_EXAMPLES=1: they have what the examples draw with and learn from.
 import os
 import sys
 
-backend = os.environ.get("KERAS_BACKEND")
-hidden = [] if os.environ.get("TESTS_EXAMPLES") else ["sklearn", "matplotlib"]
-if backend in ("tensorflow", "torch"):
-    hidden.append("jax")
-if backend in ("jax", "torch") and not os.environ.get("TESTS_TENSORFLOW"):
-    hidden.append("tensorflow")
-for name in hidden:
+
+def hidden(environment):
+    """What is not there, of all that is installed."""
+    backend = environment.get("KERAS_BACKEND")
+    names = [] if environment.get("TESTS_EXAMPLES") else ["sklearn", "matplotlib"]
+    if backend in ("tensorflow", "torch"):
+        names.append("jax")
+    if backend in ("jax", "torch") and not environment.get("TESTS_TENSORFLOW"):
+        names.append("tensorflow")
+    return names
+
+
+for name in hidden(os.environ):
     sys.modules[name] = None  # where Python looks first, whoever asks
