@@ -44,27 +44,31 @@ def _blocks():
                 yield pytest.param(page, language, code, id=f"{page}: block {number}")
 
 
+def _snippets_of(page):
+    return [block.values[2] for block in _blocks() if block.values[:2] == (page, "python")]
+
+
 def _job_of(page):
     """A script that runs all snippets of a page, each as if in a script of its own: frameworks start once for them."""
-    snippets = [block.values[2] for block in _blocks() if block.values[:2] == (page, "python")]
     return f"""
 import keras_hpc
-for code in {[PREAMBLE + code for code in snippets]!r}:
+for number, code in enumerate({[PREAMBLE + code for code in _snippets_of(page)]!r}):
     exec(code, {{"__name__": "__main__"}})
+    rank = keras_hpc.rank()
     keras_hpc.finalize()
-    print("RAN", code[{len(PREAMBLE)}:])
+    open(f"ran-{{number}}-{{rank}}", "w").close()
 """
 
 
 @pytest.fixture(scope="module")
 def snippets(tmp_path_factory):
-    """A function that returns how the job of a page's snippets ended."""
+    """A function that returns how the job of a page's snippets ended, and its folder."""
 
     @functools.cache
     def done(page):
         folder = tmp_path_factory.mktemp("snippets")
         (folder / "train.py").write_text(_job_of(page))
-        return _run("mpiexec -n 2 python train.py", folder, "jax", lean=True)
+        return _run("mpiexec -n 2 python train.py", folder, "jax", lean=True), folder
 
     return done
 
@@ -80,8 +84,9 @@ def _run(command, folder, backend, lean):
 def test_block(page, language, code, tmp_path, snippets):
     folder = tmp_path
     if language == "python" and page != "README.md":
-        done = snippets(page)
-        assert f"RAN {code}" in done.output, done.output
+        done, folder = snippets(page)
+        number = _snippets_of(page).index(code)
+        assert [rank for rank in range(2) if not (folder / f"ran-{number}-{rank}").exists()] == [], done.output
         assert done.returncode == 0, done.output
         return
     if language == "python":
