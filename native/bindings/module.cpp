@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "bindings/device.hpp"
 #include "bindings/plan.hpp"
 #include "bindings/team.hpp"
 #include "bindings/transports.hpp"
@@ -45,7 +46,8 @@ NB_MODULE(_native, m) {
   nb::exception<PlanMismatch>(m, "PlanMismatchError", error);
   nb::exception<Timeout>(m, "TimeoutError", error);
   bind_transports(m);
-  bind_plan(m);
+  auto plan = bind_plan(m);
+  bind_device(m, plan);
   bind_team(m);
 
   nb::class_<PyStopwatch>(m, "Stopwatch")

@@ -20,8 +20,8 @@ PyPlan make_plan(const PyTeam& owner, const std::string& name, const std::vector
   return {&owner, plan, pipeline, registry::add(team, plan, pipeline)};
 }
 
-void bind_plan(nb::module_& m) {
-  nb::class_<PyPlan>(m, "Plan")
+nb::class_<PyPlan> bind_plan(nb::module_& m) {
+  return nb::class_<PyPlan>(m, "Plan")
       .def_ro("id", &PyPlan::id)
       .def(
           "start",

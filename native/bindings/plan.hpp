@@ -67,6 +67,6 @@ using Spec = std::tuple<std::string, std::string, int64_t>;
 PyPlan make_plan(const PyTeam& owner, const std::string& name, const std::vector<Spec>& tensors, const std::string& op,
                  bool weighted, const std::string& wire, bool in_segment, bool pipelined, size_t bucket_bytes);
 
-void bind_plan(nb::module_& m);
+nb::class_<PyPlan> bind_plan(nb::module_& m);
 
 }  // namespace keras_hpc

@@ -44,7 +44,13 @@ int add(const std::shared_ptr<Team>& team) {
 
 int add(const std::shared_ptr<Team>& team, const std::shared_ptr<Plan>& plan,
         const std::shared_ptr<Pipeline>& pipeline) {
-  return append(entries.plans, PlanEntry{team, plan, pipeline});
+  return append(entries.plans, PlanEntry{team, plan, pipeline, nullptr});
+}
+
+void set_device(const Plan* plan, const std::shared_ptr<DevicePlan>& device) {
+  const std::unique_lock lock(entries.mutex);
+  for (PlanEntry& entry : entries.plans)
+    if (entry.plan.get() == plan) entry.device = device;
 }
 
 void remove(const Plan* plan) {

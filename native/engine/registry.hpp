@@ -7,17 +7,23 @@
 
 #include "engine/team.hpp"
 
+namespace keras_hpc {
+class DevicePlan;
+}
+
 namespace keras_hpc::registry {
 
 struct PlanEntry {
   std::shared_ptr<Team> team;
   std::shared_ptr<Plan> plan;
   std::shared_ptr<Pipeline> pipeline;  // null: steps are synchronous
+  std::shared_ptr<DevicePlan> device;  // null: its tensors are on the host
 };
 
 int add(const std::shared_ptr<Team>& team);
 int add(const std::shared_ptr<Team>& team, const std::shared_ptr<Plan>& plan,
         const std::shared_ptr<Pipeline>& pipeline = nullptr);
+void set_device(const Plan* plan, const std::shared_ptr<DevicePlan>& device);
 // Forgets the plan.
 void remove(const Plan* plan);
 // Throw Error if there is none, or if this process was forked from the one that has it.

@@ -98,6 +98,7 @@ void Team::close() {
 
 void Team::join_threads() {
   const std::lock_guard lock(closing_mutex_);
+  end_attendants(nullptr);
   stopping_ = true;
   context_.my_bell().ring();
   for (auto& lane : lanes_)
@@ -106,7 +107,6 @@ void Team::join_threads() {
 
 // ---- errors
 
-// From now on no thread of the engine reads or writes memory of this rank's callers: so it may be told to them.
 void Team::fail(std::exception_ptr error) {
   std::string text;
   try {
@@ -171,6 +171,25 @@ std::shared_ptr<Pipeline> Team::make_pipeline(Plan& plan) {
   return pipelines_.emplace_back(std::make_shared<Pipeline>(*this, plan));
 }
 
+void Team::attach(std::shared_ptr<Attendant> attendant) {
+  const std::lock_guard lock(plans_mutex_);
+  attendants_.push_back(std::move(attendant));
+}
+
+// Of a plan, or, with null, of all.
+void Team::end_attendants(const Plan* plan) {
+  std::vector<std::shared_ptr<Attendant>> ending;
+  {
+    const std::lock_guard lock(plans_mutex_);
+    const auto others = std::partition(attendants_.begin(), attendants_.end(), [&](const auto& attendant) {
+      return plan != nullptr && !attendant->is_of(*plan);
+    });
+    ending.assign(others, attendants_.end());
+    attendants_.erase(others, attendants_.end());
+  }
+  for (const auto& attendant : ending) attendant->stop();
+}
+
 std::shared_ptr<Area> Team::make_area(size_t nbytes) {
   return sharing([&] { return allreduce_->make_area(*control_, nbytes); });
 }
@@ -178,6 +197,7 @@ std::shared_ptr<Area> Team::make_area(size_t nbytes) {
 void Team::end_plan(Plan& plan) {
   failure_->throw_if_set();
   if (plan.is_active()) throw Error(plan.what() + " cannot end: a step of it has begun and is not over.");
+  end_attendants(&plan);
   std::vector<std::unique_lock<std::mutex>> held;  // so no lane works on it
   for (const auto& lane : lanes_) held.emplace_back(lane->mutex);
   const std::lock_guard lock(plans_mutex_);

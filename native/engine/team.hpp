@@ -14,6 +14,7 @@
 
 #include "common/error.hpp"
 #include "engine/allreduce_call.hpp"
+#include "engine/attendant.hpp"
 #include "engine/failure.hpp"
 #include "engine/pipeline.hpp"
 #include "engine/plan.hpp"
@@ -71,7 +72,9 @@ class Team {
                                   const PlanOptions& options);
   // For a plan whose tensors live in its segment.
   std::shared_ptr<Pipeline> make_pipeline(Plan& plan);
-  // Frees a plan that no rank will start again, and its pipeline. Every rank does so, between executions.
+  // Ends with the plan or the team.
+  void attach(std::shared_ptr<Attendant> attendant);
+  // Frees a plan that no rank will start again, and what works for it. Every rank does so, between executions.
   void end_plan(Plan& plan);
   void start(Plan& plan, int tensor, void* data, double weight);
   void wait(Plan& plan, int tensor);
@@ -103,6 +106,10 @@ class Team {
   // Every plan, and how far this rank is with it.
   std::vector<PlanProgress> progress_of_plans() const;
 
+  // An error of this rank outside of the engine, of which the others must learn. From then on no thread of the engine
+  // reads or writes memory of this rank's callers: so they may be told.
+  void fail(std::exception_ptr error);
+  void throw_if_failed() const { failure_->throw_if_set(); }
   // This rank has no more work for the team: ranks of this node that still wait for it get an error at once.
   void leave();
 
@@ -146,7 +153,7 @@ class Team {
       throw;
     }
   }
-  void fail(std::exception_ptr error);
+  void end_attendants(const Plan* plan);
   void withdraw(const char* why);
   void join_threads();
   template <class F>
@@ -172,6 +179,7 @@ class Team {
   int next_plan_ = 0;       // a number is never given again
   PlanTotals ended_plans_;  // what plans that are gone have done
   std::vector<std::shared_ptr<Pipeline>> pipelines_;
+  std::vector<std::shared_ptr<Attendant>> attendants_;
   std::unique_ptr<AllreduceCall> allreduce_;
   std::mutex async_mutex_;
   std::vector<AsyncWait> async_;

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bindings/device.hpp"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "device/device_plan.hpp"
+
+namespace keras_hpc {
+namespace {
+
+device::StreamHandle stream_of(uintptr_t stream) {
+  return reinterpret_cast<device::StreamHandle>(stream);
+}
+
+std::shared_ptr<DevicePlan> device_of(const PyPlan& plan) {
+  const auto found = registry::plan(plan.id).device;
+  if (found == nullptr) throw Error("The tensors of plan '" + plan.open().plan->name() + "' are not on a GPU.");
+  return found;
+}
+
+void open_device(const PyPlan& plan, int ordinal) {
+  const OpenPlan open = plan.open();
+  const nb::gil_scoped_release released;
+  const auto made = std::make_shared<DevicePlan>(*open.team, *open.plan, open.of_pipeline.get(), ordinal);
+  open.team->attach(made);
+  registry::set_device(open.plan.get(), made);
+}
+
+}  // namespace
+
+void bind_device(nb::module_& m, nb::class_<PyPlan>& plan) {
+  plan.def("open_device", &open_device, "ordinal"_a,
+           "From now on its tensors are on this GPU. Fails on this rank alone.")
+      .def(
+          "start_on",
+          [](const PyPlan& plan, int tensor, uintptr_t address, size_t nbytes, double weight, uintptr_t stream) {
+            const OpenPlan open = plan.open();
+            open.check(tensor, nbytes);
+            const auto device = device_of(plan);
+            const nb::gil_scoped_release released;
+            device->start_on(tensor, address, weight, stream_of(stream));
+          },
+          "tensor"_a, "address"_a, "nbytes"_a, "weight"_a, "stream"_a)
+      .def(
+          "start_beside",
+          [](const PyPlan& plan, int tensor, const Bytes& data, double weight) {
+            const OpenPlan open = plan.open();
+            open.check(tensor, data.size());
+            const auto device = device_of(plan);
+            const nb::gil_scoped_release released;
+            device->start(tensor, data.data(), weight);
+          },
+          "tensor"_a, "data"_a.noconvert(), "weight"_a,
+          "A tensor on the host, whose mean will be in the plan's memory.")
+      .def(
+          "start_zeros",
+          [](const PyPlan& plan, int tensor, double weight) {
+            const OpenPlan open = plan.open();
+            open.check(tensor);
+            const auto device = device_of(plan);
+            const nb::gil_scoped_release released;
+            device->start(tensor, nullptr, weight);
+          },
+          "tensor"_a, "weight"_a)
+      .def(
+          "wait_on",
+          [](const PyPlan& plan, uintptr_t stream) {
+            const OpenPlan open = plan.open();
+            const auto device = device_of(plan);
+            WithoutGil()([&] { device->wait_on(stream_of(stream)); });
+          },
+          "stream"_a)
+      .def(
+          "second_on",
+          [](const PyPlan& plan, const std::vector<uintptr_t>& addresses, uintptr_t stream) {
+            const OpenPlan open = plan.open();
+            if (addresses.size() != open.plan->tensors().size())
+              throw nb::value_error("Expected an address for each tensor of the plan.");
+            const auto device = device_of(plan);
+            WithoutGil()([&] { device->second_on({addresses.begin(), addresses.end()}, stream_of(stream)); });
+          },
+          "addresses"_a, "stream"_a, "Address 0: a tensor that is not wanted.");
+
+  m.def(
+      "visible_devices",
+      [] {
+        std::vector<std::tuple<std::string, std::string, std::string>> rows;
+        for (const device::Description& d : device::visible_devices()) rows.emplace_back(d.name, d.uuid, d.bus_id);
+        return rows;
+      },
+      "(name, uuid, bus id) of all GPUs that this process sees; none without a driver.");
+  m.def(
+      "device_driver_version",
+      [] {
+        int version = 0;
+        if (const device::Api* api = device::driver()) api->version(&version);
+        return version;
+      },
+      "Of CUDA, such as 13000; 0 without a driver.");
+}
+
+}  // namespace keras_hpc

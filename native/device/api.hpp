@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// The part of a GPU's driver that the engine calls, bound at run time: nothing of CUDA is needed to build, and one
+// binary serves machines with and without a GPU.
+//
+// Names are neutral. cuda.cpp binds CUDA's driver API, whose context is the one that TensorFlow, JAX and PyTorch use;
+// AMD's HIP would be another table.
+#pragma once
+#include <cstddef>
+#include <type_traits>
+
+namespace keras_hpc::device {
+
+using Result = int;  // 0: success
+using Pointer = unsigned long long;
+struct ContextHandle_;
+struct StreamHandle_;
+struct EventHandle_;
+using ContextHandle = ContextHandle_*;
+using StreamHandle = StreamHandle_*;  // null: the default stream
+using EventHandle = EventHandle_*;
+struct Uuid {
+  unsigned char bytes[16];
+};
+
+// Every function: our name, CUDA's symbol, its type. The symbols are those that the macros of cuda.h name.
+#define KERAS_HPC_DEVICE_API(X)                                                                         \
+  X(initialize, "cuInit", Result(unsigned flags))                                                       \
+  X(version, "cuDriverGetVersion", Result(int*))                                                        \
+  X(error_name, "cuGetErrorName", Result(Result, const char**))                                         \
+  X(count, "cuDeviceGetCount", Result(int*))                                                            \
+  X(get, "cuDeviceGet", Result(int* device, int ordinal))                                               \
+  X(name, "cuDeviceGetName", Result(char*, int length, int device))                                     \
+  X(uuid, "cuDeviceGetUuid_v2", Result(Uuid*, int device))                                              \
+  X(bus_id, "cuDeviceGetPCIBusId", Result(char*, int length, int device))                               \
+  X(retain_context, "cuDevicePrimaryCtxRetain", Result(ContextHandle*, int device))                     \
+  X(release_context, "cuDevicePrimaryCtxRelease_v2", Result(int device))                                \
+  X(push_context, "cuCtxPushCurrent_v2", Result(ContextHandle))                                         \
+  X(pop_context, "cuCtxPopCurrent_v2", Result(ContextHandle*))                                          \
+  X(create_stream, "cuStreamCreateWithPriority", Result(StreamHandle*, unsigned flags, int priority))   \
+  X(destroy_stream, "cuStreamDestroy_v2", Result(StreamHandle))                                         \
+  X(query_stream, "cuStreamQuery", Result(StreamHandle))                                                \
+  X(make_stream_wait, "cuStreamWaitEvent", Result(StreamHandle, EventHandle, unsigned flags))           \
+  X(create_event, "cuEventCreate", Result(EventHandle*, unsigned flags))                                \
+  X(destroy_event, "cuEventDestroy_v2", Result(EventHandle))                                            \
+  X(record_event, "cuEventRecord", Result(EventHandle, StreamHandle))                                   \
+  X(query_event, "cuEventQuery", Result(EventHandle))                                                   \
+  X(pin, "cuMemHostRegister_v2", Result(void*, size_t, unsigned flags))                                 \
+  X(unpin, "cuMemHostUnregister", Result(void*))                                                        \
+  X(copy_to_host, "cuMemcpyDtoHAsync_v2", Result(void* to, Pointer from, size_t, StreamHandle))         \
+  X(copy_to_device, "cuMemcpyHtoDAsync_v2", Result(Pointer to, const void* from, size_t, StreamHandle)) \
+  X(pointer_attribute, "cuPointerGetAttribute", Result(void*, int attribute, Pointer))
+
+struct Api {
+#define KERAS_HPC_DECLARE(name, symbol, type) std::add_pointer_t<type> name = nullptr;
+  KERAS_HPC_DEVICE_API(KERAS_HPC_DECLARE)
+#undef KERAS_HPC_DECLARE
+};
+
+// Values of CUDA's enumerations.
+constexpr Result kNotReady = 600;
+constexpr unsigned kNonBlockingStream = 1, kNoTiming = 2, kPortable = 1;
+constexpr int kMemoryType = 2, kDeviceOrdinal = 9;
+constexpr unsigned kDeviceMemory = 2;
+
+// The driver, initialized; null where this machine has none. Throws Error where it is too old or cannot start.
+const Api* driver();
+
+}  // namespace keras_hpc::device

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <dlfcn.h>
+
+#include <cstring>
+#include <mutex>
+#include <string>
+
+#include "common/error.hpp"
+#include "device/api.hpp"
+
+namespace keras_hpc::device {
+namespace {
+
+template <class Function>
+void bind(void* library, Function& function, const char* symbol) {
+  void* address = dlsym(library, symbol);
+  if (address == nullptr)
+    throw Error(std::string("The CUDA driver of this machine is too old: it has no function ") + symbol +
+                ". Expected one for CUDA 11.4 or newer.");
+  std::memcpy(&function, &address, sizeof address);
+}
+
+}  // namespace
+
+const Api* driver() {
+  static std::mutex mutex;
+  static const Api* found = nullptr;
+  const std::lock_guard lock(mutex);
+  if (found != nullptr) return found;
+  void* library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+  if (library == nullptr) return nullptr;
+  Api api;
+#define KERAS_HPC_BIND(name, symbol, type) bind(library, api.name, symbol);
+  KERAS_HPC_DEVICE_API(KERAS_HPC_BIND)
+#undef KERAS_HPC_BIND
+  if (const Result result = api.initialize(0); result != 0) {
+    const char* name = nullptr;
+    api.error_name(result, &name);
+    throw Error(std::string("The CUDA driver does not start (cuInit): ") + (name == nullptr ? "unknown error" : name));
+  }
+  found = new Api(api);  // never unloaded
+  return found;
+}
+
+}  // namespace keras_hpc::device

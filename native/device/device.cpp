@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device/device.hpp"
+
+#include <cstdint>
+#include <cstdio>
+
+namespace keras_hpc::device {
+namespace {
+
+constexpr size_t kPage = 4096;
+
+const Api& driver_or_throw() {
+  const Api* found = driver();
+  if (found == nullptr) throw Error("This machine has no CUDA driver (libcuda.so.1).");
+  return *found;
+}
+
+[[noreturn]] void raise(const Api& api, Result result, const char* function) {
+  const char* name = nullptr;
+  api.error_name(result, &name);
+  throw DriverError(std::string("The GPU's driver: ") + function + " failed with " +
+                    (name == nullptr ? "error " + std::to_string(result) : name) + ".");
+}
+
+// As nvidia-smi writes it.
+std::string text_of(const Uuid& uuid) {
+  std::string text = "GPU";
+  for (int i = 0; i < 16; ++i) {
+    char digits[4];
+    std::snprintf(digits, sizeof digits, "%s%02x", i == 0 || i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "",
+                  uuid.bytes[i]);
+    text += digits;
+  }
+  return text;
+}
+
+}  // namespace
+
+std::vector<Description> visible_devices() {
+  std::vector<Description> all;
+  const Api* api = driver();
+  if (api == nullptr) return all;
+  const auto check = [&](Result result, const char* function) {
+    if (result != 0) raise(*api, result, function);
+  };
+  int count = 0;
+  check(api->count(&count), "cuDeviceGetCount");
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    int device = 0;
+    char name[256] = {}, bus_id[32] = {};
+    Uuid uuid = {};
+    check(api->get(&device, ordinal), "cuDeviceGet");
+    check(api->name(name, sizeof name, device), "cuDeviceGetName");
+    check(api->uuid(&uuid, device), "cuDeviceGetUuid");
+    check(api->bus_id(bus_id, sizeof bus_id, device), "cuDeviceGetPCIBusId");
+    all.push_back({ordinal, name, text_of(uuid), bus_id});
+  }
+  return all;
+}
+
+Device::Device(int ordinal) : api_(driver_or_throw()), ordinal_(ordinal) {
+  int count = 0;
+  check(api_.count(&count), "cuDeviceGetCount");
+  if (ordinal < 0 || ordinal >= count)
+    throw Error("This process sees " + std::to_string(count) + " GPUs. Received: number " + std::to_string(ordinal));
+  check(api_.get(&device_, ordinal), "cuDeviceGet");
+  check(api_.retain_context(&context_, device_), "cuDevicePrimaryCtxRetain");
+}
+
+Device::~Device() {
+  api_.release_context(device_);
+}
+
+void Device::check(Result result, const char* function) const {
+  if (result != 0) raise(api_, result, function);
+}
+
+void Device::check_owns(Pointer data, const std::string& what) const {
+  unsigned type = 0;
+  int ordinal = -1;
+  if (api_.pointer_attribute(&type, kMemoryType, data) != 0 || type != kDeviceMemory)
+    throw Error(what + " is not in a GPU's memory. Expected a tensor on GPU " + std::to_string(ordinal_) + ".");
+  check(api_.pointer_attribute(&ordinal, kDeviceOrdinal, data), "cuPointerGetAttribute");
+  if (ordinal != ordinal_)
+    throw Error(what + " is on another GPU than its plan. Expected GPU " + std::to_string(ordinal_) +
+                ". Received: GPU " + std::to_string(ordinal));
+}
+
+Current::Current(const Device& device) : api_(device.api()) {
+  device.check(api_.push_context(device.context_), "cuCtxPushCurrent");
+}
+
+Current::~Current() {
+  ContextHandle before = nullptr;
+  api_.pop_context(&before);
+}
+
+Event::Event(const Device& device) : device_(device) {
+  const Current current(device_);
+  device_.check(device_.api().create_event(&handle_, kNoTiming), "cuEventCreate");
+}
+
+Event::~Event() {
+  device_.api().destroy_event(handle_);
+}
+
+void Event::record(StreamHandle stream) {
+  device_.check(device_.api().record_event(handle_, stream), "cuEventRecord");
+}
+
+bool Event::is_over() const {
+  const Result result = device_.api().query_event(handle_);
+  if (result != kNotReady) device_.check(result, "cuEventQuery");
+  return result == 0;
+}
+
+void Event::make_wait(StreamHandle stream) const {
+  device_.check(device_.api().make_stream_wait(stream, handle_, 0), "cuStreamWaitEvent");
+}
+
+Stream::Stream(const Device& device) : device_(device) {
+  constexpr int highest = -5;  // the driver takes the highest that there is
+  const Current current(device_);
+  device_.check(device_.api().create_stream(&handle_, kNonBlockingStream, highest), "cuStreamCreateWithPriority");
+}
+
+Stream::~Stream() {
+  device_.api().destroy_stream(handle_);
+}
+
+bool Stream::is_idle() const {
+  const Result result = device_.api().query_stream(handle_);
+  if (result != kNotReady) device_.check(result, "cuStreamQuery");
+  return result == 0;
+}
+
+Pinned::Pinned(const Device& device, std::byte* data, size_t nbytes) : device_(device) {
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  begin_ = data - address % kPage;
+  const size_t whole = (address % kPage + nbytes + kPage - 1) / kPage * kPage;
+  const Current current(device_);
+  device_.check(device_.api().pin(begin_, whole, kPortable), "cuMemHostRegister");
+}
+
+Pinned::~Pinned() {
+  device_.api().unpin(begin_);
+}
+
+}  // namespace keras_hpc::device

@@ -1,0 +1,72 @@
+"""A GPU that is not there: device memory, streams and kernels of tests/native/fake_cuda.cpp, for ranks as threads."""
+
+import ctypes
+import functools
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+_SOURCE = Path(__file__).parent / "native" / "fake_cuda.cpp"
+# Kinds of order that device plans keep. Without one of them some result must be wrong.
+ORDERS = ["out waits for ready", "out waits for back", "caller waits for back", "queries"]
+
+
+def build(folder: Path) -> Path:
+    """Compile libcuda.so.1 into a folder."""
+    library = folder / "libcuda.so.1"
+    command = ["g++", "-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+    command += ["-Wl,-soname,libcuda.so.1", "-o", str(library), str(_SOURCE), "-lpthread"]
+    subprocess.run(command, check=True, timeout=120)
+    return library
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """Load it into this process: the engine, which asks for a library of that name, then gets this one."""
+    with tempfile.TemporaryDirectory() as folder:
+        fake = ctypes.CDLL(str(build(Path(folder))))
+    fake.fake_stream.restype = ctypes.c_void_p
+    fake.fake_allocate.restype = ctypes.c_uint64
+    fake.fake_allocate.argtypes = [ctypes.c_size_t, ctypes.c_int]
+    fake.fake_free.argtypes = [ctypes.c_uint64]
+    fake.fake_destroy_stream.argtypes = [ctypes.c_void_p]
+    fake.fake_write.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t]
+    fake.fake_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t]
+    fake.fake_fail.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    fake.fake_drop.argtypes = fake.fake_calls.argtypes = [ctypes.c_char_p]
+    return fake
+
+
+class Stream:
+    """A stream of the caller's, as a framework has one."""
+
+    def __init__(self) -> None:
+        self.handle = driver().fake_stream()
+
+    def close(self) -> None:
+        """Do what it was given, and end."""
+        driver().fake_destroy_stream(self.handle)
+
+
+class Tensor:
+    """An array in device memory, which only kernels on streams can touch."""
+
+    def __init__(self, like: np.ndarray, device: int = 0) -> None:
+        self.dtype, self.size, self.nbytes = like.dtype, like.size, like.nbytes
+        self.address = driver().fake_allocate(like.nbytes, device)
+
+    def write(self, stream: Stream, array: np.ndarray) -> None:
+        """Queue a kernel that gives it values."""
+        driver().fake_write(stream.handle, self.address, array.ctypes.data, self.nbytes)
+
+    def read(self, stream: Stream) -> np.ndarray:
+        """Return its values once the stream has come to it."""
+        array = np.empty(self.size, self.dtype)
+        driver().fake_read(stream.handle, array.ctypes.data, self.address, self.nbytes)
+        return array
+
+    def free(self) -> None:
+        """Give the memory back."""
+        driver().fake_free(self.address)

@@ -1,0 +1,444 @@
+// A libcuda.so.1 without a GPU, which finds what a real one would hide.
+//
+// Device memory cannot be touched by the host: what cuMemAlloc returns is mapped PROT_NONE, and only streams know the
+// readable pages behind it. It begins as NaN. A stream is a thread that does what it is given in order, each after a
+// random delay. Misuse ends the process with its reason. fake_* are for tests: kernels, errors, what is still there.
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int kInvalidValue = 1, kNotReady = 600, kAlreadyPinned = 712, kNotPinned = 713;
+
+[[noreturn]] void die(const std::string& why) {
+  std::fprintf(stderr, "fake libcuda: %s\n", why.c_str());
+  std::abort();
+}
+
+struct Allocation {
+  size_t nbytes;
+  int device;
+  std::byte* alias;  // where it can be touched
+};
+
+std::mutex world;
+std::map<uintptr_t, Allocation> allocations;
+std::map<uintptr_t, size_t> pinned;
+std::map<int, int> contexts;  // device: how often it was retained
+std::atomic<int> streams{0}, events{0};
+std::atomic<int> devices{1}, delay_us{50};
+std::atomic<bool> any_pointer{false};
+thread_local bool in_step = false;
+std::string failing, dropped;
+int failing_after = 0;
+std::map<std::string, int> calls;
+thread_local std::vector<int> current;  // devices, the last one is it
+
+// A thread of the engine, or one that a test has said it of.
+bool is_in_step() {
+  char name[16] = {};
+  prctl(PR_GET_NAME, name);
+  return in_step || std::strncmp(name, "khpc-", 5) == 0;
+}
+
+// What each function begins with: its error, if a test has asked for one.
+int enter(const char* name, bool waits = false) {
+  if (waits && is_in_step()) die(std::string(name) + " inside a step: it would wait for the device");
+  const std::lock_guard lock(world);
+  ++calls[name];
+  if (failing == name && failing_after-- == 0) return 999;  // CUDA_ERROR_UNKNOWN
+  return 0;
+}
+#define ENTER(...) \
+  if (const int error = enter(__VA_ARGS__); error != 0) return error
+
+bool drops(const char* what) {
+  const std::lock_guard lock(world);
+  return dropped == what;
+}
+
+void need_context(const char* name) {
+  if (current.empty()) die(std::string(name) + " without a current context on this thread");
+}
+
+// Where streams find `n` bytes of the device; null if they are not the device's.
+std::byte* behind(uint64_t pointer, size_t n) {
+  const std::lock_guard lock(world);
+  auto it = allocations.upper_bound(pointer);
+  if (it != allocations.begin()) {
+    --it;
+    if (pointer + n <= it->first + it->second.nbytes) return it->second.alias + (pointer - it->first);
+  }
+  return any_pointer ? reinterpret_cast<std::byte*>(pointer) : nullptr;
+}
+
+bool is_pinned(const void* data, size_t n) {
+  const std::lock_guard lock(world);
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  for (const auto& [begin, nbytes] : pinned)
+    if (begin <= address && address + n <= begin + nbytes) return true;
+  return false;
+}
+
+class Stream {
+ public:
+  explicit Stream(bool own) : own(own), thread_([this] { run(); }) {}
+  ~Stream() {
+    push([this] { last_ = true; });
+    thread_.join();
+  }
+  void push(std::function<void()> work) {
+    const std::lock_guard lock(mutex_);
+    queue_.push_back(std::move(work));
+    changed_.notify_all();
+  }
+  bool is_idle() {
+    const std::lock_guard lock(mutex_);
+    return queue_.empty();
+  }
+  const bool own;  // made by who is tested, not by fake_stream
+
+ private:
+  void run() {
+    std::mt19937 random(static_cast<unsigned>(reinterpret_cast<uintptr_t>(this) >> 4));
+    while (!last_) {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return !queue_.empty(); });
+      const auto work = queue_.front();
+      lock.unlock();
+      const auto most = static_cast<unsigned>(delay_us.load());
+      std::this_thread::sleep_for(std::chrono::microseconds(random() % (most + 1)));
+      work();
+      lock.lock();
+      queue_.pop_front();
+    }
+  }
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> queue_;
+  bool last_ = false;
+  std::thread thread_;
+};
+
+Stream& of(void* stream) {
+  static Stream& the_default = *new Stream(false);
+  return stream == nullptr ? the_default : *static_cast<Stream*>(stream);
+}
+
+struct Record {
+  std::mutex mutex;
+  std::condition_variable changed;
+  uint64_t recorded = 0, done = 0;
+  bool on_own_stream = false;
+};
+// Work on a stream may outlive the event.
+struct Event {
+  std::shared_ptr<Record> record = std::make_shared<Record>();
+};
+
+int copy(const char* name, void* stream, std::byte* to, const std::byte* from, size_t n, const void* host,
+         const void* device) {
+  need_context(name);
+  if (!is_pinned(host, n)) die(std::string(name) + " of memory that is not pinned: it would wait");
+  if (device == nullptr) die(std::string(name) + " of memory that is not the device's");
+  of(stream).push([=] { std::memcpy(to, from, n); });
+  return 0;
+}
+
+}  // namespace
+
+// ---- for tests
+
+EXPORT void fake_reset(int device_count, int delay) {
+  const std::lock_guard lock(world);
+  devices = device_count;
+  delay_us = delay;
+  any_pointer = in_step = false;
+  failing = dropped = "";
+  calls.clear();
+}
+EXPORT void fake_any_pointer(int yes) {
+  any_pointer = yes != 0;
+}
+// This thread is inside a step: what waits for the device is a mistake.
+EXPORT void fake_in_step(int yes) {
+  in_step = yes != 0;
+}
+// The call number `after`, from 0, of a function fails.
+EXPORT void fake_fail(const char* name, int after) {
+  const std::lock_guard lock(world);
+  failing = name;
+  failing_after = after;
+}
+// One kind of order is not kept any more: "out waits for ready", "out waits for back", "caller waits for back",
+// "arrived", or "back" (which is asked).
+EXPORT void fake_drop(const char* what) {
+  const std::lock_guard lock(world);
+  dropped = what;
+}
+EXPORT int fake_calls(const char* name) {
+  const std::lock_guard lock(world);
+  return calls[name];
+}
+// Streams, events, pinned ranges, allocations and contexts that are still there.
+EXPORT int fake_left() {
+  const std::lock_guard lock(world);
+  int left = streams + events + static_cast<int>(pinned.size() + allocations.size());
+  for (const auto& [device, times] : contexts) left += times;
+  return left;
+}
+EXPORT void* fake_stream() {
+  return new Stream(false);
+}
+EXPORT void fake_destroy_stream(void* stream) {
+  delete static_cast<Stream*>(stream);
+}
+// Kernels: `n` bytes, which are taken from the host at once, into device memory; and the other way, which waits.
+EXPORT void fake_write(void* stream, uint64_t to, const void* from, size_t n) {
+  std::byte* memory = behind(to, n);
+  if (memory == nullptr) die("a kernel writes to memory that is not the device's");
+  const std::vector<std::byte> copy(static_cast<const std::byte*>(from), static_cast<const std::byte*>(from) + n);
+  of(stream).push([=] { std::memcpy(memory, copy.data(), n); });
+}
+EXPORT void fake_read(void* stream, void* to, uint64_t from, size_t n) {
+  const std::byte* memory = behind(from, n);
+  if (memory == nullptr) die("a kernel reads memory that is not the device's");
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool done = false;
+  of(stream).push([&] {
+    std::memcpy(to, memory, n);
+    const std::lock_guard lock(mutex);
+    done = true;
+    changed.notify_all();
+  });
+  std::unique_lock lock(mutex);
+  changed.wait(lock, [&] { return done; });
+}
+EXPORT int cuCtxPushCurrent_v2(void*);
+EXPORT int cuCtxPopCurrent_v2(void**);
+EXPORT uint64_t fake_allocate(size_t n, int device) {
+  const size_t whole = (n + 4095) / 4096 * 4096 + 4096;
+  const int file = memfd_create("fake device", 0);
+  if (ftruncate(file, static_cast<off_t>(whole)) != 0) die("no memory");
+  void* untouchable = mmap(nullptr, whole, PROT_NONE, MAP_SHARED, file, 0);
+  auto* alias = static_cast<std::byte*>(mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
+  close(file);
+  std::memset(alias, 0xff, whole);
+  const std::lock_guard lock(world);
+  allocations[reinterpret_cast<uintptr_t>(untouchable)] = {n, device, alias};
+  return reinterpret_cast<uint64_t>(untouchable);
+}
+EXPORT void fake_free(uint64_t pointer) {
+  const std::lock_guard lock(world);
+  const auto it = allocations.find(pointer);
+  if (it == allocations.end()) die("memory that is not the device's is freed");
+  const size_t whole = (it->second.nbytes + 4095) / 4096 * 4096 + 4096;
+  munmap(it->second.alias, whole);
+  munmap(reinterpret_cast<void*>(pointer), whole);
+  allocations.erase(it);
+}
+
+// ---- the driver
+
+EXPORT int cuInit(unsigned) {
+  ENTER("cuInit");
+  return 0;
+}
+EXPORT int cuDriverGetVersion(int* version) {
+  ENTER("cuDriverGetVersion");
+  *version = 13000;
+  return 0;
+}
+EXPORT int cuGetErrorName(int error, const char** name) {
+  *name = error == 999              ? "CUDA_ERROR_UNKNOWN"
+          : error == kAlreadyPinned ? "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
+                                    : "CUDA_ERROR_INVALID_VALUE";
+  return 0;
+}
+EXPORT int cuDeviceGetCount(int* count) {
+  ENTER("cuDeviceGetCount");
+  *count = devices;
+  return 0;
+}
+EXPORT int cuDeviceGet(int* device, int ordinal) {
+  ENTER("cuDeviceGet");
+  *device = ordinal;
+  return 0;
+}
+EXPORT int cuDeviceGetName(char* name, int length, int) {
+  ENTER("cuDeviceGetName");
+  std::snprintf(name, static_cast<size_t>(length), "Fake GPU");
+  return 0;
+}
+EXPORT int cuDeviceGetUuid_v2(char* uuid, int device) {
+  ENTER("cuDeviceGetUuid");
+  for (int i = 0; i < 16; ++i) uuid[i] = static_cast<char>(16 * device + i);
+  return 0;
+}
+EXPORT int cuDeviceGetPCIBusId(char* text, int length, int device) {
+  ENTER("cuDeviceGetPCIBusId");
+  std::snprintf(text, static_cast<size_t>(length), "0000:%02x:00.0", device);
+  return 0;
+}
+EXPORT int cuDevicePrimaryCtxRetain(void** context, int device) {
+  ENTER("cuDevicePrimaryCtxRetain");
+  const std::lock_guard lock(world);
+  ++contexts[device];
+  *context = reinterpret_cast<void*>(static_cast<intptr_t>(device) + 1);
+  return 0;
+}
+EXPORT int cuDevicePrimaryCtxRelease_v2(int device) {
+  ENTER("cuDevicePrimaryCtxRelease");
+  const std::lock_guard lock(world);
+  if (--contexts[device] < 0) die("a context is released that was not retained");
+  return 0;
+}
+EXPORT int cuCtxPushCurrent_v2(void* context) {
+  ENTER("cuCtxPushCurrent");
+  current.push_back(static_cast<int>(reinterpret_cast<intptr_t>(context)) - 1);
+  return 0;
+}
+EXPORT int cuCtxPopCurrent_v2(void** context) {
+  ENTER("cuCtxPopCurrent");
+  need_context("cuCtxPopCurrent");
+  *context = reinterpret_cast<void*>(static_cast<intptr_t>(current.back()) + 1);
+  current.pop_back();
+  return 0;
+}
+EXPORT int cuStreamCreateWithPriority(void** stream, unsigned flags, int) {
+  ENTER("cuStreamCreateWithPriority");
+  need_context("cuStreamCreate");
+  if (flags != 1) die("a stream that waits for the default stream");
+  ++streams;
+  *stream = new Stream(true);
+  return 0;
+}
+EXPORT int cuStreamDestroy_v2(void* stream) {
+  ENTER("cuStreamDestroy");
+  --streams;
+  delete static_cast<Stream*>(stream);
+  return 0;
+}
+EXPORT int cuStreamQuery(void* stream) {
+  ENTER("cuStreamQuery");
+  return of(stream).is_idle() ? 0 : kNotReady;
+}
+EXPORT int cuStreamSynchronize(void*) {
+  ENTER("cuStreamSynchronize", true);
+  die("cuStreamSynchronize is not used");
+}
+EXPORT int cuEventCreate(void** event, unsigned flags) {
+  ENTER("cuEventCreate");
+  need_context("cuEventCreate");
+  if (flags != 2) die("an event that takes the time");
+  ++events;
+  *event = new Event;
+  return 0;
+}
+EXPORT int cuEventDestroy_v2(void* event) {
+  ENTER("cuEventDestroy");
+  --events;
+  delete static_cast<Event*>(event);
+  return 0;
+}
+EXPORT int cuEventRecord(void* event, void* stream) {
+  ENTER("cuEventRecord");
+  need_context("cuEventRecord");
+  const auto record = static_cast<Event*>(event)->record;
+  uint64_t number;
+  {
+    const std::lock_guard lock(record->mutex);
+    number = ++record->recorded;
+    record->on_own_stream = of(stream).own;
+  }
+  of(stream).push([record, number] {
+    const std::lock_guard lock(record->mutex);
+    record->done = std::max(record->done, number);
+    record->changed.notify_all();
+  });
+  return 0;
+}
+EXPORT int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+  ENTER("cuStreamWaitEvent");
+  need_context("cuStreamWaitEvent");
+  const auto record = static_cast<Event*>(event)->record;
+  uint64_t number;
+  bool of_own;
+  {
+    const std::lock_guard lock(record->mutex);
+    number = record->recorded;
+    of_own = record->on_own_stream;
+  }
+  if (drops(!of(stream).own ? "caller waits for back" : of_own ? "out waits for back" : "out waits for ready"))
+    return 0;
+  of(stream).push([record, number] {
+    std::unique_lock lock(record->mutex);
+    record->changed.wait(lock, [&] { return record->done >= number; });
+  });
+  return 0;
+}
+EXPORT int cuEventQuery(void* event) {
+  ENTER("cuEventQuery");
+  if (drops("queries")) return 0;
+  const auto record = static_cast<Event*>(event)->record;
+  const std::lock_guard lock(record->mutex);
+  return record->done >= record->recorded ? 0 : kNotReady;
+}
+EXPORT int cuMemHostRegister_v2(void* data, size_t n, unsigned) {
+  ENTER("cuMemHostRegister", true);
+  need_context("cuMemHostRegister");
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  if (begin % 4096 != 0 || n % 4096 != 0) die("cuMemHostRegister of parts of pages");
+  const std::lock_guard lock(world);
+  return pinned.emplace(begin, n).second ? 0 : kAlreadyPinned;
+}
+EXPORT int cuMemHostUnregister(void* data) {
+  ENTER("cuMemHostUnregister", true);
+  const std::lock_guard lock(world);
+  return pinned.erase(reinterpret_cast<uintptr_t>(data)) == 1 ? 0 : kNotPinned;
+}
+EXPORT int cuMemcpyDtoHAsync_v2(void* host, uint64_t device, size_t n, void* stream) {
+  ENTER("cuMemcpyDtoHAsync");
+  const std::byte* from = behind(device, n);
+  return copy("cuMemcpyDtoHAsync", stream, static_cast<std::byte*>(host), from, n, host, from);
+}
+EXPORT int cuMemcpyHtoDAsync_v2(uint64_t device, const void* host, size_t n, void* stream) {
+  ENTER("cuMemcpyHtoDAsync");
+  std::byte* to = behind(device, n);
+  return copy("cuMemcpyHtoDAsync", stream, to, static_cast<const std::byte*>(host), n, host, to);
+}
+EXPORT int cuPointerGetAttribute(void* value, int attribute, uint64_t pointer) {
+  ENTER("cuPointerGetAttribute");
+  const std::lock_guard lock(world);
+  auto it = allocations.upper_bound(pointer);
+  const bool known = it != allocations.begin() && pointer < (--it)->first + it->second.nbytes;
+  if (!known && !any_pointer) return kInvalidValue;
+  if (attribute == 2)
+    *static_cast<unsigned*>(value) = 2;
+  else if (attribute == 9)
+    *static_cast<int*>(value) = known ? it->second.device : 0;
+  else
+    die("an attribute that is not known here");
+  return 0;
+}
