@@ -73,6 +73,11 @@ def limit_threads(count: int, teams: int = 1) -> tuple[list[str], list[str]]:
     return [f"{count} XLA threads"], []
 
 
+def device_of(tensors: Sequence[Any]) -> int | None:
+    """Return None: tensors are on the host."""
+    return None
+
+
 def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = None) -> list[jax.Array]:
     """Reduces the tensors of a plan over the ranks of its team.
 

@@ -65,6 +65,11 @@ def limit_threads(count: int, teams: int = 1) -> tuple[list[str], list[str]]:
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def device_of(tensors: Sequence[Any]) -> int | None:
+    """Return None: TensorFlow copies tensors of a GPU to the host and back itself."""
+    return None
+
+
 def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = None) -> list[tf.Tensor]:
     """Reduces the tensors of a plan over the ranks of its team.
 

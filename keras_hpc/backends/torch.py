@@ -9,6 +9,11 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from keras_hpc.backends.torch_gradients import gradients_of as gradients_of
+from keras_hpc.backends.torch_tensors import bytes_of, dtype_of, number_of, stream_of, tensor_of
+from keras_hpc.backends.torch_tensors import device_of as device_of
+from keras_hpc.backends.torch_tensors import from_numpy as from_numpy
+
 # Start and wait can do the work themselves.
 NEEDS_THREAD = False
 
@@ -54,12 +59,23 @@ def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = 
     tensors = [_checked(x, spec) for x, spec in zip(tensors, plan.tensors, strict=True)]
     if active is not None and not bool(active):
         return tensors
-    weight = _number(weight)
+    weight = number_of(weight)
+    if plan.device is not None:
+        return _reduce_on(plan, tensors, weight)
     copies = [x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for x in tensors]
     for index, copy in enumerate(copies):
         plan.start_at(index, copy.data_ptr(), copy.nbytes, weight)
     plan.wait_all()
     return [copy.to(x.device) for copy, x in zip(copies, tensors, strict=True)]
+
+
+def _reduce_on(plan: Any, tensors: Sequence[torch.Tensor], weight: float) -> list[torch.Tensor]:
+    copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in tensors]
+    stream = stream_of(plan.device)
+    for index, copy in enumerate(copies):
+        plan.start_on(index, copy.data_ptr(), copy.nbytes, weight, stream)
+    plan.wait_on(stream)
+    return copies
 
 
 def turn(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = None) -> tuple[list[torch.Tensor], int]:
@@ -76,136 +92,15 @@ def turn(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = No
 def repeat(plan: Any, updates: int, reduced: Sequence[Any], update: Callable[[list[Any]], None]) -> None:
     """Make the updates of a step: call `update` with what each applies. Collective."""
     for number in range(updates):
-        if number > 0:
+        if number > 0 and plan.device is not None:
+            reduced = [torch.empty_like(x) for x in reduced]
+            plan.second_on([x.data_ptr() for x in reduced], stream_of(plan.device))
+        elif number > 0:
             copies = [torch.empty_like(x, device="cpu") for x in reduced]
             for index, copy in enumerate(copies):
-                plan.second(index, _bytes(copy))
+                plan.second(index, bytes_of(copy))
             reduced = [copy.to(x.device) for copy, x in zip(copies, reduced, strict=True)]
         update(list(reduced))
-
-
-class Gradients:
-    """The gradients of a plan made with `in_segment=True`: each comes as soon as it is known, or not at all.
-
-    The plan's last tensor says which of the others a rank gave. So all ranks learn what none of them has, and what only
-    some have is zero on the others, as on one rank that computes the batches of all.
-
-    Args:
-        plan: one tensor for each gradient, and one of float32 with a number for each gradient.
-    """
-
-    def __init__(self, plan: Any) -> None:
-        self.plan = plan
-        gradients = plan.tensors[:-1]
-        self._expected = [(_dtype(spec.dtype), torch.Size(spec.shape)) for spec in gradients]
-        self._views = [from_numpy(plan.array(index), torch.empty(0)) for index in range(len(gradients))]
-        self._came = plan.array(len(gradients))
-        self._given: dict[int, torch.Tensor] = {}
-
-    @property
-    def begun(self) -> bool:
-        """Whether some of a step's gradients were given and not reduced."""
-        return bool(self._given)
-
-    def give(self, index: int, gradient: torch.Tensor, weight: Any) -> torch.Tensor:
-        """Start the reduction of a gradient.
-
-        Args:
-            index: its number in the plan.
-            gradient: this rank's.
-            weight: this rank's in the mean, the same for all gradients of a step; None if every rank counts alike.
-
-        Returns:
-            The tensor that will hold the mean: in the plan's memory, or, on another device, `gradient` itself.
-
-        Raises:
-            RuntimeError: it was given in this step already.
-            ValueError: it does not fit the plan.
-        """
-        if index in self._given:
-            raise RuntimeError(
-                "A gradient came twice in one step, while the first was being averaged. Expected one backward pass in "
-                "Keras' own train_step; with several, write a train_step of your own. Received: "
-                f"`{self.plan.tensors[index].name}`"
-            )
-        self._check(index, gradient)
-        view = self._views[index]
-        memory = view
-        if gradient.is_cpu and gradient.layout is torch.strided and gradient.is_contiguous():
-            memory = gradient  # the engine copies large ones faster than PyTorch
-        else:
-            with torch.no_grad():
-                view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        self._given[index] = given = view if gradient.is_cpu else gradient
-        self._start(index, weight, memory)
-        return given
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def reduce(self, gradients: Sequence[torch.Tensor | None], weight: Any) -> list[torch.Tensor | None]:
-        """Give the gradients that were not given yet, and wait for all means. Collective.
-
-        Args:
-            gradients: one for each of the plan's, in its order, or None.
-            weight: as in `give`.
-
-        Returns:
-            For each gradient its mean, or None if no rank has it. On a CPU they lie in the plan's memory, until the
-            next step's gradients come.
-
-        Raises:
-            RuntimeError: another rank's step has failed.
-        """
-        missing = {i: _tensor(g) for i, g in enumerate(gradients) if g is not None and i not in self._given}
-        for index, gradient in missing.items():  # before any is started
-            self._check(index, gradient)
-        for index, gradient in missing.items():
-            self.give(index, gradient, weight)
-        given = self._complete(weight, 1.0)
-        if np.isnan(self._came).any():
-            raise RuntimeError(
-                "Another rank has left this training step with an exception, so its gradients are not known. That "
-                "rank's own message says why."
-            )
-        means: list[torch.Tensor | None] = []
-        for index, (view, came) in enumerate(zip(self._views, self._came.tolist(), strict=True)):
-            own = given.get(index, view)
-            means.append(None if came == 0 else own if own is view else own.copy_(view))
-        return means
-
-    def abandon(self, weight: Any) -> None:
-        """Completes a step that failed after some gradients were given, so that the next one can begin. Collective.
-
-        Ranks whose own step has not failed raise an error in `reduce`.
-        """
-        self._complete(weight, float("nan"))
-
-    def _complete(self, weight: Any, flag: float) -> dict[int, torch.Tensor]:
-        given, self._given = self._given, {}
-        self._came[:] = 0.0
-        self._came[list(given)] = flag
-        if len(given) < len(self._views):
-            for index, view in enumerate(self._views):
-                if index not in given:
-                    view.zero_()
-                    self._start(index, weight, view)
-        self.plan.start(len(self._views), self._came, _number(weight))
-        self.plan.wait_all()
-        return given
-
-    def _check(self, index: int, gradient: torch.Tensor) -> None:
-        if (gradient.dtype, gradient.shape) != self._expected[index]:
-            raise self.plan.tensors[index].misfit(gradient.shape, str(gradient.dtype).removeprefix("torch."))
-
-    def _start(self, index: int, weight: Any, memory: torch.Tensor) -> None:
-        self.plan.start_at(index, memory.data_ptr(), memory.nbytes, _number(weight))
-
-
-def gradients_of(plan: Any) -> Gradients:
-    """Return the gradients of a plan: the same object at every call."""
-    if plan.kept is None:
-        plan.kept = Gradients(plan)
-    gradients: Gradients = plan.kept
-    return gradients
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -269,15 +164,6 @@ def wants_gradient(x: Any) -> bool:
     return torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad
 
 
-def from_numpy(array: np.ndarray, like: Any) -> torch.Tensor:
-    """Return a tensor with NumPy's memory where that is possible, on the device of `like`."""
-    if array.dtype.name == "bfloat16":
-        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    else:
-        tensor = torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
-    return tensor.to(like.device)
-
-
 def state_of(x: Any) -> list[torch.Tensor]:
     """Return the parameters and buffers of a module of PyTorch, to be changed in place; empty for something else."""
     return list(x.state_dict(keep_vars=True).values()) if isinstance(x, torch.nn.Module) else []
@@ -315,31 +201,11 @@ def assign(variable: Any, value: np.ndarray) -> None:
     variable.assign(value)
 
 
-def _tensor(x: Any) -> torch.Tensor:
-    return x if isinstance(x, torch.Tensor) else torch.as_tensor(getattr(x, "value", x))
-
-
-def _number(weight: Any) -> float:
-    return 1.0 if weight is None else float(weight)
-
-
 def _checked(x: Any, spec: Any) -> torch.Tensor:
-    x = _tensor(x)
-    if x.dtype != _dtype(spec.dtype) or tuple(x.shape) != tuple(spec.shape):
+    x = tensor_of(x)
+    if x.dtype != dtype_of(spec.dtype) or tuple(x.shape) != tuple(spec.shape):
         raise spec.misfit(x.shape, str(x.dtype).removeprefix("torch."))
     return x
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def _bytes(x: torch.Tensor) -> np.ndarray:
-    """The memory of a contiguous tensor, not a copy."""
-    flat = x.as_strided((x.numel(),), (1,))  # a single element may have any stride
-    memory: np.ndarray = flat.view(torch.uint8).numpy()
-    return memory
 
 
 def check_when_run(check: Callable[..., None], *values: Any) -> None:

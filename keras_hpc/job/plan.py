@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from keras_hpc import _native
+from keras_hpc.job import log
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Plan:
         op: "mean", "sum", "min" or "max".
         weighted: whether a mean is weighted by the ranks' numbers of samples.
         team: the `Team` that reduces it.
+        device: the number of the GPU that has its tensors, or None.
         kept: what a backend keeps with it.
     """
 
@@ -63,7 +65,53 @@ class Plan:
         self.op = op
         self.weighted = weighted
         self.team = team
+        self.device: int | None = None
         self.kept: Any = None
+
+    def open_device(self, ordinal: int) -> None:
+        """From now on its tensors are on a GPU, which this process knows by this number.
+
+        Of a plan made with `in_segment=True` or `pipelined=True`. Each step is `start_on` of each tensor and then
+        `wait_on`.
+
+        Raises:
+            CommunicationError: the GPU cannot be used, or not enough memory be pinned; on this rank alone.
+        """
+        self._native.open_device(ordinal)
+        self.device = ordinal
+
+    def close_device(self) -> None:
+        """From now on its tensors are on the host again."""
+        self._native.close_device()
+        self.device = None
+
+    def start_on(self, tensor: int, address: int, nbytes: int, weight: float, stream: int) -> None:
+        """Start the reduction of contiguous memory of the GPU, after what a stream has been given so far.
+
+        Args:
+            tensor: its number.
+            address: where it is. It must live until the stream has come past `wait_on`.
+            nbytes: its size.
+            weight: this rank's in the mean, the same for all tensors of a step.
+            stream: the handle of a stream of the framework.
+        """
+        self._native.start_on(tensor, address, nbytes, weight, stream)
+
+    def start_beside(self, tensor: int, array: np.ndarray, weight: float) -> None:
+        """Start the reduction of an array of the host, whose mean will be where `array` returns it."""
+        self._native.start_beside(tensor, bytes_of(array), weight)
+
+    def start_zeros(self, tensor: int, weight: float) -> None:
+        """The same for an array of zeros."""
+        self._native.start_zeros(tensor, weight)
+
+    def wait_on(self, stream: int) -> None:
+        """Block until all tensors are reduced. What the stream is given from then on finds the results."""
+        self._native.wait_on(stream)
+
+    def second_on(self, addresses: Sequence[int], stream: int) -> None:
+        """Of a pipelined plan: copy what the second of two updates applies, into memory of the GPU."""
+        self._native.second_on(addresses, stream)
 
     def start(self, tensor: int, array: np.ndarray, weight: float = 1.0) -> None:
         """Start the reduction of a contiguous array. `wait` ends it.
@@ -144,6 +192,34 @@ class Plan:
             if array.shape != spec.shape or array.dtype != dtype_of(spec.dtype):
                 raise spec.misfit(array.shape, array.dtype.name)
         self._native.put([bytes_of(array) for array in arrays])
+
+
+def open_device(plan: Plan, device: int) -> None:
+    """Let a plan use the GPUs that have its tensors, if every rank can. Collective.
+
+    Args:
+        plan: a new plan, in its segment or pipelined.
+        device: the number of this rank's GPU; -1: the tensors are on the host, or on several GPUs.
+
+    Raises:
+        PlanMismatchError: some ranks have them on a GPU and some on the host.
+    """
+    team = plan.team
+    team.agree(f"Where the tensors of '{plan.name}' are", ["on a GPU" if device >= 0 else "on the host"])
+    if device < 0 or team.size == 1:
+        return
+    problem = ""
+    try:
+        plan.open_device(device)
+    except _native.Error as error:
+        problem = f"rank {team.ranks[team.rank]}: {error}"
+    problems = [text for text in team.allgather_object(problem, "open_device") if text]
+    if not problems:
+        return
+    if plan.device is not None:
+        plan.close_device()
+    if team.rank == 0:
+        log.info(f"the tensors of '{plan.name}' are copied to the host while nothing else is done; {problems[0]}")
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import numpy as np
 from keras_hpc import _native
 from keras_hpc.job import objects, tuning_cache
 from keras_hpc.job.launch import World
-from keras_hpc.job.plan import Plan, TensorSpec, bytes_of, name_of
+from keras_hpc.job.plan import Plan, TensorSpec, bytes_of, name_of, open_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +96,7 @@ class Team:
         wire_dtype: str | None = None,
         in_segment: bool = False,
         pipelined: bool = False,
+        device: int | None = None,
     ) -> Plan:
         """Return the plan for these tensors. Collective at the first call with these arguments.
 
@@ -108,14 +109,18 @@ class Team:
                 ranks get the same bits.
             in_segment: the tensors live in memory that the ranks of a node share (`Plan.array`).
             pipelined: steps may get the average of the step before; see native/engine/pipeline.hpp.
+            device: the number of the GPU that has the tensors; -1: they are on the host, or on several. On all ranks
+                or none. Of a plan that is in the segment or pipelined.
 
         Raises:
-            PlanMismatchError: ranks ask for different tensors.
+            PlanMismatchError: ranks ask for different tensors, or some have them on a GPU and some on the host.
         """
         signature = (key, tuple(tensors), op, weighted, wire_dtype, in_segment, pipelined)
         if signature not in self._plans:
             self._settle()
-            self._plans[signature] = Plan(self, key, tensors, op, weighted, wire_dtype, in_segment, pipelined)
+            plan = self._plans[signature] = Plan(self, key, tensors, op, weighted, wire_dtype, in_segment, pipelined)
+            if device is not None:
+                open_device(plan, device)
         return self._plans[signature]
 
     @property

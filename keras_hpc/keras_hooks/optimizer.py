@@ -252,7 +252,9 @@ def plan_in_segment(optimizer: Any, gradients: Sequence[Any], variables: Sequenc
         means = [index for index in reversed(range(len(gradients))) if index not in extremes]
         specs = [_spec(index, gradients[index], variables) for index in means]
         specs.append(TensorSpec("which of them came", (len(means),), "float32"))
-        known[key] = team.plan(_key(optimizer), specs, wire_dtype=team.wire_dtype, in_segment=True), means
+        device = backends.current().device_of(variables or gradients)
+        plan = team.plan(_key(optimizer), specs, wire_dtype=team.wire_dtype, in_segment=True, device=device)
+        known[key] = plan, means
     return known[key]
 
 

@@ -39,6 +39,14 @@ void bind_device(nb::module_& m, nb::class_<PyPlan>& plan) {
   plan.def("open_device", &open_device, "ordinal"_a,
            "From now on its tensors are on this GPU. Fails on this rank alone.")
       .def(
+          "close_device",
+          [](const PyPlan& plan) {
+            const OpenPlan open = plan.open();
+            const nb::gil_scoped_release released;
+            registry::set_device(open.plan.get(), nullptr);
+            open.team->end_attendants(open.plan.get());
+          })
+      .def(
           "start_on",
           [](const PyPlan& plan, int tensor, uintptr_t address, size_t nbytes, double weight, uintptr_t stream) {
             const OpenPlan open = plan.open();

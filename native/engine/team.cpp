@@ -176,7 +176,6 @@ void Team::attach(std::shared_ptr<Attendant> attendant) {
   attendants_.push_back(std::move(attendant));
 }
 
-// Of a plan, or, with null, of all.
 void Team::end_attendants(const Plan* plan) {
   std::vector<std::shared_ptr<Attendant>> ending;
   {

@@ -72,8 +72,9 @@ class Team {
                                   const PlanOptions& options);
   // For a plan whose tensors live in its segment.
   std::shared_ptr<Pipeline> make_pipeline(Plan& plan);
-  // Ends with the plan or the team.
+  // Ends with the plan or the team, or by end_attendants: of a plan, or, with null, of all.
   void attach(std::shared_ptr<Attendant> attendant);
+  void end_attendants(const Plan* plan);
   // Frees a plan that no rank will start again, and what works for it. Every rank does so, between executions.
   void end_plan(Plan& plan);
   void start(Plan& plan, int tensor, void* data, double weight);
@@ -153,7 +154,6 @@ class Team {
       throw;
     }
   }
-  void end_attendants(const Plan* plan);
   void withdraw(const char* why);
   void join_threads();
   template <class F>

@@ -235,8 +235,10 @@ EXPORT void fake_read(void* stream, void* to, uint64_t from, size_t n) {
   std::unique_lock lock(mutex);
   changed.wait(lock, [&] { return done; });
 }
-EXPORT int cuCtxPushCurrent_v2(void*);
-EXPORT int cuCtxPopCurrent_v2(void**);
+// Waits until the stream has done what it was given.
+EXPORT void fake_finish(void* stream) {
+  while (!of(stream).is_idle()) std::this_thread::yield();
+}
 EXPORT uint64_t fake_allocate(size_t n, int device) {
   const size_t whole = (n + 4095) / 4096 * 4096 + 4096;
   const int file = memfd_create("fake device", 0);

@@ -19,6 +19,8 @@ os.dup2(log, 2)
 os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
 options = ["-p", "pytest_timeout", f"--timeout={seconds}"]
 options += ["-x", "-v", "--durations=0", "--durations-min=0.3", "-p", "no:cacheprovider", "--tb=short"]
+if os.environ.get("TESTS_FAKE_GPU"):
+    options += ["-p", "fake_gpu"]
 # Folders of its own: ranks that share them remove those of earlier runs at the same time, and trip over each other.
 options.append(f"--basetemp={folder}/folders{rank}")
 sys.argv[1:] = ["-m", "pytest", *options, *checks]
