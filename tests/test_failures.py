@@ -98,6 +98,7 @@ def test_one_rank_ends_the_job_with_tensorflow(how, run_ranks):
         (1, "moved-module", {}, ["does not fit Keras 3.", "EpochIterator"]),
         (2, "keras-distribution", {}, ["keras.distribution", "twice"]),
         (1, "torch-distributed", {}, ["torch.distributed", "twice"]),
+        (2, "no-gpu", {}, ["sees 0 GPUs that its Keras backend can use", "init(device=0)"]),
         (1, "bad-backend", {"KERAS_BACKEND": "numpy"}, ["KERAS_BACKEND", "'numpy'"]),
     ],
 )

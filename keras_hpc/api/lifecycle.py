@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from keras_hpc.api.teams import check_wire
-from keras_hpc.job import current, exit, launch, log, resources
+from keras_hpc.job import current, devices, exit, launch, log, resources
 from keras_hpc.job import trace as tracing
 from keras_hpc.job.team import make_team
 from keras_hpc.job.watchdog import Watchdog
@@ -29,6 +29,7 @@ def init(
     check_replicas_every: int | None = None,
     trace: str | None = None,
     keep_memory: bool = True,
+    device: int | Literal["auto", "cpu"] = "auto",
 ) -> None:
     """Make this Keras script one rank of a data-parallel job. Collective.
 
@@ -57,6 +58,8 @@ def init(
         keep_memory: glibc keeps freed memory for the next step, which else needs new pages: on JAX and PyTorch steps
             take up to half as long. Unless you have set glibc's variables, such as `MALLOC_ARENA_MAX`. False leaves
             glibc as it is, for jobs that are short of memory.
+        device: what this rank computes on. "auto": a GPU of its own, by its number on the node, where the backend can
+            use GPUs and there are any, else the CPU. "cpu". Or the number of a GPU among those that this process sees.
 
     Raises:
         RuntimeError: called twice, or Keras is in a state that does not go with keras_hpc.
@@ -81,6 +84,7 @@ def init(
             _check_arguments(
                 teams, threads_per_team, batch, wire_dtype, timeout_seconds, stall_seconds, check_replicas_every
             )
+            devices.check_argument(device)
             launch.check_threads(world)
             from keras_hpc import backends, keras_hooks  # Keras and its backend: nobody needs them to ask for help
 
@@ -91,8 +95,11 @@ def init(
 
         backend = launch.on_all_ranks(world, prepared)
         cores = launch.cores_of_node(world)
+        gpu = devices.of_rank(world, backend, device)
 
         def started() -> tuple[int, str]:
+            if gpu is not None or device == "cpu":
+                undo.enter_context(backend.use_device(gpu))
             threads = launch.threads_per_team(world, threads_per_team, cores, needs_thread=backend.NEEDS_THREAD)
             shares = ""
             if world.size > 1:
@@ -114,6 +121,7 @@ def init(
                 f"trace={trace is not None}",
                 f"threads={threads}",
                 f"backend={backend.__name__}",
+                f"on a GPU: {gpu is not None}",
             ],
         )
         job = current.Job(
@@ -131,6 +139,7 @@ def init(
             timeout_seconds=timeout_seconds,
             check_replicas_every=check_replicas_every,
             guard=guard,
+            device=gpu,
         )
         for index in range(teams):
             job.teams.append(make_team(world, index, threads, timeout_seconds, stall_seconds))
@@ -151,6 +160,8 @@ def init(
             nodes = f"{job.node_count} node{'s' * (job.node_count > 1)}"
             remembers = "; malloc keeps what is freed" * kept
             current.notice(f"{job.size} ranks on {nodes}, {launch.mpi_version(world)}; {shares}{remembers}")
+        if gpu is not None:
+            devices.tell(gpu, world.rank)
         job.at_end = undo.pop_all()
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """JAX: one FFI call per tensor that starts its reduction, and one for all of them that completes it."""
 
+import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -53,6 +54,19 @@ def load() -> None:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
         except jax.errors.JaxRuntimeError as error:
             raise ImportError(f"{path} does not fit jax {jax.__version__}: {error}") from error
+
+
+def sees_gpus() -> bool:
+    """Return False: reductions work on buffers of the host, and `load` refuses others."""
+    return False
+
+
+@contextlib.contextmanager
+def use_device(device: Any) -> Iterator[None]:
+    """Compute on the CPU, also where there are GPUs: `device` is None."""
+    if not xla_bridge.backends_are_initialized():
+        jax.config.update("jax_platforms", "cpu")
+    yield
 
 
 def limit_threads(count: int, teams: int = 1) -> tuple[list[str], list[str]]:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorFlow: two stateful operations per tensor, started as early and awaited as late as possible."""
 
+import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,35 @@ def load() -> None:
     if message := load_error().decode():
         raise ImportError(f"{path} does not fit TensorFlow {tf.__version__}: {message}")
     _ops = ops
+
+
+def sees_gpus() -> bool:
+    """Return whether TensorFlow can compute on GPUs here."""
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
+@contextlib.contextmanager
+def use_device(device: Any) -> Iterator[None]:
+    """Compute on one GPU, or, with None, on the CPU, also where there are GPUs.
+
+    Args:
+        device: the `Device` of this rank, or None.
+
+    Raises:
+        RuntimeError: TensorFlow has started its devices.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    wanted = [] if device is None else [gpus[device.ordinal]]
+    try:
+        tf.config.set_visible_devices(wanted, "GPU")
+        if device is not None and device.ranks > 1:  # else the first one takes all of its memory
+            tf.config.experimental.set_memory_growth(gpus[device.ordinal], True)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "TensorFlow has started its devices, so that no GPU can be chosen for this rank any more. Call "
+            f"keras_hpc.init() before anything is computed. TensorFlow says: {error}"
+        ) from error
+    yield
 
 
 def limit_threads(count: int, teams: int = 1) -> tuple[list[str], list[str]]:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch: tensors are started and awaited where Python is; gradients live in memory that the ranks of a node share."""
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import ml_dtypes
 import numpy as np
 import torch
@@ -20,6 +22,28 @@ NEEDS_THREAD = False
 
 def load() -> None:
     """Do nothing: PyTorch's tensors lend their memory to NumPy, and so to the engine."""
+
+
+def sees_gpus() -> bool:
+    """Return whether PyTorch can compute on GPUs here."""
+    return bool(torch.cuda.is_available())
+
+
+@contextlib.contextmanager
+def use_device(device: Any) -> Iterator[None]:
+    """Compute on a GPU, or, with None, on the CPU, also where there are GPUs, until the context is left.
+
+    Args:
+        device: the `Device` of this rank, or None. Other threads that compute must choose it themselves.
+    """
+    if device is None:
+        with keras.device("cpu"):
+            yield
+        return
+    before = torch.cuda.current_device()
+    torch.cuda.set_device(device.ordinal)  # Keras computes on the current one
+    yield
+    torch.cuda.set_device(before)
 
 
 def limit_threads(count: int, teams: int = 1) -> tuple[list[str], list[str]]:

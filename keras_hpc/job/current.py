@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from keras_hpc.errors import NotInitializedError
 from keras_hpc.job import log
+from keras_hpc.job.devices import Device
 from keras_hpc.job.model_state import Known
 from keras_hpc.job.team import Team
 
@@ -45,6 +46,7 @@ class Job:
         check_replicas_every: so many steps of a model; None: never.
         delayed: whether a team is pipelined: then one rank alone has something to do, too.
         guard: the `exit.Guard` of this process.
+        device: the `Device` that this rank computes on; None: the CPU.
         watchdog: the `Watchdog`, which reports waits that take long; None with one rank.
         known: what is known of the user's models and optimizers.
         streams: this rank's states of random streams that have others outside of steps.
@@ -68,6 +70,7 @@ class Job:
     timeout_seconds: float
     check_replicas_every: int | None
     guard: Any
+    device: Device | None = None
     delayed: bool = False
     watchdog: Any = None
     known: Known = dataclasses.field(default_factory=Known)

@@ -150,7 +150,7 @@ def on_all_ranks(world: World, work: Callable[[], T]) -> T:
         result = work()
     except Exception as problem:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
         error = problem
-    texts = _exchange(world, "" if error is None else f"{type(error).__name__}: {error}")
+    texts = exchange(world, "" if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     failed = [rank for rank, text in enumerate(texts) if text]
@@ -161,7 +161,7 @@ def on_all_ranks(world: World, work: Callable[[], T]) -> T:
 
 def agree(world: World, what: str, items: Sequence[str]) -> None:
     """Collective: raises PlanMismatchError on all ranks unless all pass equal lists, naming the first difference."""
-    lists = [text.split("\n") for text in _exchange(world, "\n".join(items))]
+    lists = [text.split("\n") for text in exchange(world, "\n".join(items))]
     for number, here in enumerate(itertools.zip_longest(*lists, fillvalue="nothing")):
         if len(set(here)) > 1:
             ranks_of: dict[str, list[str]] = {}
@@ -171,8 +171,8 @@ def agree(world: World, what: str, items: Sequence[str]) -> None:
             raise PlanMismatchError(f"{what} differ between ranks. The first difference is number {number}: {said}.")
 
 
-def _exchange(world: World, text: str) -> list[str]:
-    """Collective: returns the texts of all ranks."""
+def exchange(world: World, text: str) -> list[str]:
+    """Return the texts of all ranks. Collective."""
     if world.size == 1:
         return [text]
     mine = np.frombuffer(text.encode(), np.uint8)

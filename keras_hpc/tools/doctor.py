@@ -17,7 +17,7 @@ import numpy as np
 
 import keras_hpc
 from keras_hpc import _native
-from keras_hpc.job import current, launch, mpich_network, resources, tuning_cache
+from keras_hpc.job import current, devices, launch, mpich_network, resources, tuning_cache
 from keras_hpc.job.current import Job
 from keras_hpc.job.plan import TensorSpec
 from keras_hpc.tools import network_probe
@@ -54,11 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
         "cores": sorted(os.sched_getaffinity(0)),
         "threads": _compute_threads(),
         "limits": _limits(_native.control_group()),
+        "device": devices.describe(job.device),
     }
     everyone = team.allgather_object(about_me, "what doctor knows of the ranks")
     communication = _communication(job, arguments.parameters)
     measured = _measure(job, arguments.parameters)
     slow = network_probe.slow_links(measured["links"]) + network_probe.slow_ranks(measured["compute_ms"])
+    communication["computes on"] = _of_ranks([me["device"] for me in everyone])
     communication["limits"] = _of_ranks([me["limits"] for me in everyone])
     lines = [
         "installation",

@@ -46,7 +46,7 @@ std::map<uintptr_t, Allocation> allocations;
 std::map<uintptr_t, size_t> pinned;
 std::map<int, int> contexts;  // device: how often it was retained
 std::atomic<int> streams{0}, events{0};
-std::atomic<int> devices{1}, delay_us{50};
+std::atomic<int> devices{1}, first_device{0}, delay_us{50};
 std::atomic<bool> any_pointer{false};
 thread_local bool in_step = false;
 std::string failing, dropped;
@@ -172,10 +172,16 @@ int copy(const char* name, void* stream, std::byte* to, const std::byte* from, s
 EXPORT void fake_reset(int device_count, int delay) {
   const std::lock_guard lock(world);
   devices = device_count;
+  first_device = 0;
   delay_us = delay;
   any_pointer = in_step = false;
   failing = dropped = "";
   calls.clear();
+}
+// The GPUs of the node that this process sees.
+EXPORT void fake_show(int first, int count) {
+  first_device = first;
+  devices = count;
 }
 EXPORT void fake_any_pointer(int yes) {
   any_pointer = yes != 0;
@@ -285,7 +291,7 @@ EXPORT int cuDeviceGetCount(int* count) {
 }
 EXPORT int cuDeviceGet(int* device, int ordinal) {
   ENTER("cuDeviceGet");
-  *device = ordinal;
+  *device = first_device + ordinal;
   return 0;
 }
 EXPORT int cuDeviceGetName(char* name, int length, int) {
@@ -439,7 +445,7 @@ EXPORT int cuPointerGetAttribute(void* value, int attribute, uint64_t pointer) {
   if (attribute == 2)
     *static_cast<unsigned*>(value) = 2;
   else if (attribute == 9)
-    *static_cast<int*>(value) = known ? it->second.device : 0;
+    *static_cast<int*>(value) = known ? it->second.device - first_device : 0;
   else
     die("an attribute that is not known here");
   return 0;

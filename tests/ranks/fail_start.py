@@ -47,5 +47,5 @@ if how == "bad-backend":
 
     assert os.environ["KERAS_BACKEND"] == "numpy"
 
-keras_hpc.init()
+keras_hpc.init(device=0 if how == "no-gpu" else "auto")
 sys.stdout.write(f"init worked on {keras_hpc.size()} ranks\n")
