@@ -7,27 +7,12 @@ short one is starting frameworks, unless they say `ALONE = True`; there they com
 `pytest --all-ranks` runs each on 1 to 4 ranks.
 """
 
-import ast
-import functools
 import re
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
-
-FOLDER = Path(__file__).parent / "ranks"
-CHECKS = sorted(FOLDER.glob("check_*.py"))
-# Every rank starts a framework, on what may be 2 cores: more ranks where they can find something more.
-DEFAULTS: dict[str, Any] = {
-    "RANKS": {"tensorflow": (2,), "jax": (2,), "torch": (2,)},
-    "SOAK": {},
-    "TIMEOUT": 300,
-    "ENV": {},
-    "ALONE": False,
-    "ORDER": 0,
-}
+from checks import CHECKS, FOLDER, settings_of
 
 
 @dataclass(frozen=True)
@@ -47,25 +32,11 @@ class Kind:
     alone: str
 
 
-@functools.cache
-def _settings(path: Path) -> dict[str, Any]:
-    """Module constants of a check file, read without importing it: it may start MPI."""
-    found = dict(DEFAULTS)
-    for statement in ast.parse(path.read_text()).body:
-        if (
-            isinstance(statement, ast.Assign)
-            and isinstance(name := statement.targets[0], ast.Name)
-            and name.id in found
-        ):
-            found[name.id] = ast.literal_eval(statement.value)
-    return found
-
-
 def pytest_generate_tests(metafunc):
     cases = []
     everything = metafunc.config.getoption("all_ranks")
-    for path in sorted(CHECKS, key=lambda path: (_settings(path)["ORDER"], path)):
-        settings = _settings(path)
+    for path in sorted(CHECKS, key=lambda path: (settings_of(path)["ORDER"], path)):
+        settings = settings_of(path)
         for soak in (False, True):
             for backend, counts in settings["SOAK" if soak else "RANKS"].items():
                 if everything and soak and backend in settings["RANKS"]:
@@ -87,8 +58,8 @@ def jobs() -> dict[Kind, tuple[list[str], str]]:
 
 def _run(kind, paths, run_ranks, folder):
     """Runs check files in one job. Returns the ranks' logs, and what was amiss."""
-    limit = sum(_settings(path)["TIMEOUT"] for path in paths)
-    args = [FOLDER / "run_check.py", max(_settings(path)["TIMEOUT"] for path in paths) - 10, folder, *paths]
+    limit = sum(settings_of(path)["TIMEOUT"] for path in paths)
+    args = [FOLDER / "run_check.py", max(settings_of(path)["TIMEOUT"] for path in paths) - 10, folder, *paths]
     env = dict(kind.env)
     if any('importorskip("tensorflow")' in path.read_text() for path in paths):
         env["TESTS_TENSORFLOW"] = "1"

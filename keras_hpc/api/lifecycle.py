@@ -145,6 +145,7 @@ def init(
             job.teams.append(make_team(world, index, threads, timeout_seconds, stall_seconds))
             undo.callback(_close_team, job, index)
             job.teams[-1].wire_dtype = wire_dtype
+            job.teams[-1].device = gpu.ordinal if gpu is not None and backend.PLANS_ON_GPU else None
         from keras_hpc import keras_hooks
 
         launch.on_all_ranks(world, functools.partial(keras_hooks.install, job))

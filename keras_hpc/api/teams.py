@@ -135,7 +135,7 @@ def _restrict(index: int, ranks: Sequence[int]) -> Team:
         world = launch.World(comm, comm.rank, comm.size, [numbers[node] for node in nodes])
         team = make_team(world, index, **options)
         team.ranks, team.comm = tuple(chosen), comm
-        team.wire_dtype, team.bucket_bytes = old.wire_dtype, old.bucket_bytes
+        team.wire_dtype, team.bucket_bytes, team.device = old.wire_dtype, old.bucket_bytes, old.device
     else:
         team = NonMemberTeam(index, this.rank, chosen)
     this.teams[index] = team

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """JAX: one FFI call per tensor that starts its reduction, and one for all of them that completes it."""
 
-import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,15 +19,25 @@ from jax._src import (
 )
 from jax.interpreters import batching, mlir
 
-from keras_hpc.backends import library_path
+from keras_hpc.backends import jax_device, library_path
+from keras_hpc.backends.jax_device import number_of_gpu
+from keras_hpc.backends.jax_device import sees_gpus as sees_gpus
+from keras_hpc.backends.jax_device import use_device as use_device
 from keras_hpc.job import current
 
 # Without one, `done` would block one of the few threads that XLA computes with.
 NEEDS_THREAD = True
+# Programs reach the engine with buffers of the device only.
+PLANS_ON_GPU = True
+PLATFORM_OF_GPU = "gpu"
 
+# Handlers; those of buffers on a GPU end in "_on".
 _START, _DONE = "khpc_jax_start", "khpc_jax_done"
 _TURN, _SECOND = "khpc_jax_turn", "khpc_jax_second"
 _ALLREDUCE = "khpc_jax_allreduce"
+_START_ON, _WAIT_ON = "khpc_jax_start_on", "khpc_jax_wait_on"
+_TURN_ON, _SECOND_ON = "khpc_jax_turn_on", "khpc_jax_second_on"
+_ALLREDUCE_ON = "khpc_jax_allreduce_on"
 
 
 @functools.cache
@@ -36,37 +45,28 @@ def load() -> None:
     """Register the FFI handlers. Start JAX's backends.
 
     Raises:
-        RuntimeError: JAX computes on something else than one CPU device.
+        RuntimeError: JAX computes on something else than one CPU device or the GPU that was chosen.
         ImportError: the library does not fit this JAX.
     """
     # Only with the CPU backend running is a handler registered, or refused, at once. Registered earlier, a handler
     # that XLA refuses would take the whole CPU backend with it when that starts.
     devices = jax.local_devices()
-    if len(devices) != 1 or devices[0].platform != "cpu":
+    if len(devices) != 1 or devices[0].platform != ("cpu" if number_of_gpu() is None else PLATFORM_OF_GPU):
         raise RuntimeError(
-            "keras_hpc drives one CPU device per rank. Set JAX_PLATFORMS=cpu, and ask XLA for one host device. "
+            "keras_hpc drives one device per rank: a GPU, which init() chooses, or one host device of the CPU. Call "
+            "init() before anything is computed; for the CPU say init(device='cpu'), and ask XLA for one host device. "
             f"Received: {devices}"
         )
     path = library_path("keras_hpc_jax")
     library = ctypes.CDLL(path)
-    for name in (_START, _DONE, _TURN, _SECOND, _ALLREDUCE):
+    on_host = (_START, _DONE, _TURN, _SECOND, _ALLREDUCE)
+    on_gpu = (_START_ON, _WAIT_ON, _TURN_ON, _SECOND_ON, _ALLREDUCE_ON)
+    platform = "cpu" if devices[0].platform == "cpu" else "CUDA"
+    for name in on_host if number_of_gpu() is None else on_gpu:
         try:
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform=platform)
         except jax.errors.JaxRuntimeError as error:
             raise ImportError(f"{path} does not fit jax {jax.__version__}: {error}") from error
-
-
-def sees_gpus() -> bool:
-    """Return False: reductions work on buffers of the host, and `load` refuses others."""
-    return False
-
-
-@contextlib.contextmanager
-def use_device(device: Any) -> Iterator[None]:
-    """Compute on the CPU, also where there are GPUs: `device` is None."""
-    if not xla_bridge.backends_are_initialized():
-        jax.config.update("jax_platforms", "cpu")
-    yield
 
 
 def limit_threads(count: int, teams: int = 1) -> tuple[list[str], list[str]]:
@@ -88,8 +88,8 @@ def limit_threads(count: int, teams: int = 1) -> tuple[list[str], list[str]]:
 
 
 def device_of(tensors: Sequence[Any]) -> int | None:
-    """Return None: tensors are on the host."""
-    return None
+    """Return the number of the GPU on which JAX computes; None: the CPU."""
+    return number_of_gpu()
 
 
 def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = None) -> list[jax.Array]:
@@ -148,9 +148,17 @@ def _run(program: Callable[..., Any], plan: Any, tensors: Sequence[Any], weight:
     for x, spec in zip(tensors, plan.tensors, strict=True):
         if x.dtype.name != spec.dtype or tuple(x.shape) != tuple(spec.shape):
             raise spec.misfit(x.shape, x.dtype.name)
+    if number_of_gpu() is not None and plan.device is None:
+        if plan.team.size == 1 and program is _start_and_done:
+            return tensors
+        raise RuntimeError(
+            f"The plan '{plan.name}' cannot use the GPU, as was said when it was made. On JAX nothing else can reduce "
+            "what is on it. Use init(device='cpu'), or mend what the message said."
+        )
     # Without x64, float64 is float32 here, which is exact for sample counts below 2^24.
     weight = jnp.asarray(1.0 if weight is None else weight, jnp.result_type(float))
-    active = jnp.asarray(True if active is None else active, bool)
+    if number_of_gpu() is None or active is not None:
+        active = jnp.asarray(True if active is None else active, bool)
     if any(map(is_traced, (*tensors, weight, active))):
         results: list[jax.Array] = program(plan.id, tensors, weight, active)
         return results
@@ -185,14 +193,19 @@ batching.primitive_batchers[_allreduce_p] = lambda xs, axes, **options: (_allred
 
 def _lower(ctx: Any, x: Any, *, team: int, op: str, what: str) -> Any:
     avals = [ctx.avals_in[0], core.abstract_token]
-    rule = jax.ffi.ffi_lowering(_ALLREDUCE, has_side_effect=True, operand_output_aliases={0: 0})
+    target = _ALLREDUCE if number_of_gpu() is None else _ALLREDUCE_ON
+    rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases={0: 0})
     token = ctx.tokens_in.get(_ORDER)
-    y, token = rule(ctx.replace(avals_in=avals, avals_out=avals), x, token, team=np.int32(team), op=op, what=what)
+    known: dict[str, Any] = {"team": np.int32(team), "op": op, "what": what}
+    if (device := number_of_gpu()) is not None:
+        known["device"] = np.int32(device)
+    y, token = rule(ctx.replace(avals_in=avals, avals_out=avals), x, token, **known)
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_ORDER: token})))
     return [y]
 
 
-mlir.register_lowering(_allreduce_p, _lower, platform="cpu")
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(_allreduce_p, _lower, platform=_platform)
 
 
 def allreduce(team: Any, x: Any, op: str, what: str) -> jax.Array:
@@ -290,18 +303,41 @@ def _second_program(plan: int) -> Any:
     return jax.jit(functools.partial(_second, plan))
 
 
+def _on_gpu(
+    plan: int, tensors: Sequence[Any], weight: Any, active: Any, wait: Callable[..., Any], idle: Callable[..., Any]
+) -> list[jax.Array]:
+    """Start all tensors, and wait; or, where `active` is false, be idle. No handler reads a scalar on the GPU."""
+
+    def communicate(tensors: Sequence[Any]) -> list[jax.Array]:
+        started = [_call(_START_ON, [x], [weight], plan=plan, tensor=i)[0] for i, x in enumerate(tensors)]
+        reduced: list[jax.Array] = wait(started)
+        return reduced
+
+    results: list[jax.Array] = (
+        communicate(tensors) if active is None else jax.lax.cond(active, communicate, idle, list(tensors))
+    )
+    return results
+
+
 def _start_and_done(plan: int, tensors: Sequence[Any], weight: Any, active: Any) -> list[jax.Array]:
+    if number_of_gpu() is not None:
+        wait = functools.partial(_call, _WAIT_ON, others=[], plan=plan)
+        return _on_gpu(plan, tensors, weight, active, wait, list)
     buffers = [_call(_START, [x], [weight, active], plan=plan, tensor=i)[0] for i, x in enumerate(tensors)]
     return _call(_DONE, buffers, [active], plan=plan)
 
 
 def _start_and_turn(plan: int, tensors: Sequence[Any], weight: Any, active: Any) -> list[jax.Array]:
+    if number_of_gpu() is not None:
+        updates = core.ShapedArray((), np.dtype(np.int32))
+        wait = functools.partial(_call, _TURN_ON, others=[], more=[updates], plan=plan)
+        return _on_gpu(plan, tensors, weight, active, wait, lambda tensors: [*tensors, jnp.int32(0)])
     buffers = [_call(_START, [x], [weight, active], plan=plan, tensor=i)[0] for i, x in enumerate(tensors)]
     return _call(_TURN, buffers, [active], [core.ShapedArray((), np.dtype(np.int32))], plan=plan)
 
 
 def _second(plan: int, buffers: Sequence[Any]) -> list[jax.Array]:
-    return _call(_SECOND, buffers, [], plan=plan)
+    return _call(_SECOND if number_of_gpu() is None else _SECOND_ON, buffers, [], plan=plan)
 
 
 def _call(
@@ -332,7 +368,13 @@ def _lower_handler(
     return results
 
 
+def _lower_on_gpu(ctx: Any, *xs: Any, target: str, **options: Any) -> Sequence[Any]:
+    results: Sequence[Any] = _lower_handler(ctx, *xs, target=target, **options)
+    return jax_device.scheduled(results, jax_device.EARLIEST if target == _START_ON else jax_device.LATEST)
+
+
 mlir.register_lowering(_handler_p, _lower_handler, platform="cpu")
+mlir.register_lowering(_handler_p, _lower_on_gpu, platform="cuda")
 
 
 def check_when_run(check: Callable[..., None], *values: Any) -> None:

@@ -18,6 +18,8 @@ from keras_hpc.backends.torch_tensors import from_numpy as from_numpy
 
 # Start and wait can do the work themselves.
 NEEDS_THREAD = False
+# Plans are told whether their tensors are: some are on the host.
+PLANS_ON_GPU = False
 
 
 def load() -> None:

@@ -41,6 +41,7 @@ class Plan:
         op: "mean", "sum", "min" or "max".
         weighted: whether a mean is weighted by the ranks' numbers of samples.
         team: the `Team` that reduces it.
+        pipelined: whether its steps may get the average of the step before.
         device: the number of the GPU that has its tensors, or None.
         kept: what a backend keeps with it.
     """
@@ -65,6 +66,7 @@ class Plan:
         self.op = op
         self.weighted = weighted
         self.team = team
+        self.pipelined = pipelined
         self.device: int | None = None
         self.kept: Any = None
 
@@ -206,7 +208,7 @@ def open_device(plan: Plan, device: int) -> None:
     """
     team = plan.team
     team.agree(f"Where the tensors of '{plan.name}' are", ["on a GPU" if device >= 0 else "on the host"])
-    if device < 0 or team.size == 1:
+    if device < 0 or (team.size == 1 and not plan.pipelined):
         return
     problem = ""
     try:

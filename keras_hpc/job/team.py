@@ -66,6 +66,7 @@ class Team:
         schedule: when it applies which gradients.
         report_every: steps after which rank 0 prints what reductions cost; None: never.
         selection_key: under which measured choices are kept; empty with one rank.
+        device: the GPU that has the tensors of plans of which nothing else is said; None: they are on the host.
         settle: waits for the calls of compiled programs that still run beside Python; None where there are none.
     """
 
@@ -85,6 +86,7 @@ class Team:
         self.report_every: int | None = None
         self.selection_key = ""
         self.settle: Callable[[], object] | None = None
+        self.device: int | None = None
         self._plans: dict[tuple[Any, ...], Plan] = {}
 
     def plan(
@@ -109,12 +111,13 @@ class Team:
                 ranks get the same bits.
             in_segment: the tensors live in memory that the ranks of a node share (`Plan.array`).
             pipelined: steps may get the average of the step before; see native/engine/pipeline.hpp.
-            device: the number of the GPU that has the tensors; -1: they are on the host, or on several. On all ranks
-                or none. Of a plan that is in the segment or pipelined.
+            device: of a plan in the segment or pipelined, the number of the GPU that has the tensors; -1: none has all.
 
         Raises:
             PlanMismatchError: ranks ask for different tensors, or some have them on a GPU and some on the host.
         """
+        device = self.device if device is None else device
+        in_segment = in_segment or (self.device is not None and not pipelined)
         signature = (key, tuple(tensors), op, weighted, wire_dtype, in_segment, pipelined)
         if signature not in self._plans:
             self._settle()

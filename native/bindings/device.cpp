@@ -38,14 +38,13 @@ void open_device(const PyPlan& plan, int ordinal) {
 void bind_device(nb::module_& m, nb::class_<PyPlan>& plan) {
   plan.def("open_device", &open_device, "ordinal"_a,
            "From now on its tensors are on this GPU. Fails on this rank alone.")
-      .def(
-          "close_device",
-          [](const PyPlan& plan) {
-            const OpenPlan open = plan.open();
-            const nb::gil_scoped_release released;
-            registry::set_device(open.plan.get(), nullptr);
-            open.team->end_attendants(open.plan.get());
-          })
+      .def("close_device",
+           [](const PyPlan& plan) {
+             const OpenPlan open = plan.open();
+             const nb::gil_scoped_release released;
+             registry::set_device(open.plan.get(), nullptr);
+             open.team->end_attendants(open.plan.get());
+           })
       .def(
           "start_on",
           [](const PyPlan& plan, int tensor, uintptr_t address, size_t nbytes, double weight, uintptr_t stream) {
@@ -53,7 +52,7 @@ void bind_device(nb::module_& m, nb::class_<PyPlan>& plan) {
             open.check(tensor, nbytes);
             const auto device = device_of(plan);
             const nb::gil_scoped_release released;
-            device->start_on(tensor, address, weight, stream_of(stream));
+            device->start_on(tensor, address, DeviceWeight{weight}, stream_of(stream));
           },
           "tensor"_a, "address"_a, "nbytes"_a, "weight"_a, "stream"_a)
       .def(

@@ -48,6 +48,7 @@ struct Uuid {
   X(unpin, "cuMemHostUnregister", Result(void*))                                                        \
   X(copy_to_host, "cuMemcpyDtoHAsync_v2", Result(void* to, Pointer from, size_t, StreamHandle))         \
   X(copy_to_device, "cuMemcpyHtoDAsync_v2", Result(Pointer to, const void* from, size_t, StreamHandle)) \
+  X(set_words, "cuMemsetD32Async", Result(Pointer, unsigned value, size_t count, StreamHandle))         \
   X(pointer_attribute, "cuPointerGetAttribute", Result(void*, int attribute, Pointer))
 
 struct Api {

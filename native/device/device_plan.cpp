@@ -40,9 +40,11 @@ DevicePlan::DevicePlan(Team& team, Plan& plan, Pipeline* pipeline, int ordinal)
       own_(pipeline == nullptr ? nullptr : pages(plan.layout().nbytes())),
       places_(pipeline == nullptr ? memory_.get() : own_.get()),
       nbytes_(plan.layout().nbytes()),
+      weight_place_(pages(sizeof(double))),
       out_(std::make_unique<device::Stream>(device_)),
       in_(std::make_unique<device::Stream>(device_)),
       back_(std::make_unique<device::Event>(device_)) {
+  pinned_weight_ = std::make_unique<device::Pinned>(device_, weight_place_.get(), sizeof(double));
   if (nbytes_ > 0) pinned_ = std::make_unique<device::Pinned>(device_, places_, nbytes_);
   for (int t = 0; t < count(); ++t) tensors_.push_back(std::make_unique<Tensor>(device_));
   courier_ = std::thread([this] { serve(); });
@@ -72,29 +74,34 @@ void DevicePlan::throw_if_failed() {
   std::rethrow_exception(error_);
 }
 
-void DevicePlan::begin(int tensor, double weight) {
+void DevicePlan::begin(int tensor) {
   throw_if_failed();
   if (of(tensor).started) throw Error(plan_.describe(tensor) + " was started twice without a wait in between.");
-  if (started_ == 0) {
-    weight_ = weight;
-    back_->make_wait(out_->handle());  // places are free again when the last step's means have left them
-  }
+  if (started_ == 0) back_->make_wait(out_->handle());  // places are free when the last step's means have left them
   of(tensor).started = true;
   ++started_;
 }
 
-void DevicePlan::start_on(int tensor, device::Pointer data, double weight, device::StreamHandle stream) {
+void DevicePlan::start_on(int tensor, device::Pointer data, const DeviceWeight& weight, device::StreamHandle stream) {
   const Current current(device_);
-  if (nbytes(tensor) == 0) return start(tensor, nullptr, weight);
-  device_.check_owns(data, "Tensor '" + plan_.tensors()[static_cast<size_t>(tensor)].name + "'");
+  if (nbytes(tensor) > 0)
+    device_.check_owns(data, "Tensor '" + plan_.tensors()[static_cast<size_t>(tensor)].name + "'");
+  const device::Api& api = device_.api();
   try {
     const std::lock_guard lock(mutex_);
-    begin(tensor, weight);
+    begin(tensor);
     Tensor& t = of(tensor);
-    t.data = data;
+    t.data = nbytes(tensor) > 0 ? data : 0;
     t.ready.record(stream);
     t.ready.make_wait(out_->handle());
-    device_.check(device_.api().copy_to_host(place(tensor), data, nbytes(tensor), out_->handle()), "cuMemcpyDtoHAsync");
+    if (started_ == 1) {
+      weight_ = weight;
+      if (weight.at != 0)
+        device_.check(api.copy_to_host(weight_place_.get(), weight.at, weight.nbytes, out_->handle()),
+                      "cuMemcpyDtoHAsync");
+    }
+    if (t.data != 0)
+      device_.check(api.copy_to_host(place(tensor), data, nbytes(tensor), out_->handle()), "cuMemcpyDtoHAsync");
     t.arrived.record(out_->handle());
     on_their_way_.push_back(tensor);
   } catch (const device::DriverError&) {
@@ -109,7 +116,8 @@ void DevicePlan::start(int tensor, const void* data, double weight) {
   const Current current(device_);
   {
     const std::lock_guard lock(mutex_);
-    begin(tensor, weight);
+    begin(tensor);
+    if (started_ == 1) weight_ = {weight};
     of(tensor).data = 0;
     await_copies_back();
   }
@@ -150,6 +158,7 @@ void DevicePlan::wait_on(device::StreamHandle stream) {
 }
 
 void DevicePlan::second_on(const std::vector<device::Pointer>& data, device::StreamHandle stream) {
+  if (pipeline_ == nullptr) throw Error("Plan '" + plan_.name() + "' is not pipelined.");
   const Current current(device_);
   {
     const std::lock_guard lock(mutex_);
@@ -170,6 +179,18 @@ void DevicePlan::second_on(const std::vector<device::Pointer>& data, device::Str
     drain();
     throw;
   }
+}
+
+void DevicePlan::write_updates(device::Pointer to, device::StreamHandle stream) {
+  const Current current(device_);
+  const int updates = pipeline_ == nullptr ? 1 : pipeline_->updates();
+  device_.check(device_.api().set_words(to, static_cast<unsigned>(updates), 1, stream), "cuMemsetD32Async");
+}
+
+void DevicePlan::finish() {
+  const Current current(device_);
+  back_->record(nullptr);
+  await_copies_back();
 }
 
 // ---- the courier
@@ -210,13 +231,23 @@ bool DevicePlan::take_arrivals() {
 }
 
 void DevicePlan::start_in_plan(int tensor) {
+  const double weight = weight_now();
   if (pipeline_ != nullptr)
-    pipeline_->start(tensor, place(tensor), weight_);
+    pipeline_->start(tensor, place(tensor), weight);
   else
-    team_.start(plan_, tensor, place(tensor), weight_);
+    team_.start(plan_, tensor, place(tensor), weight);
   const std::lock_guard lock(mutex_);
   of(tensor).in_plan = true;
   ++in_plan_;
+}
+
+double DevicePlan::weight_now() const {
+  if (weight_.at == 0) return weight_.number;
+  float number;
+  double exact;
+  std::memcpy(&number, weight_place_.get(), sizeof number);
+  std::memcpy(&exact, weight_place_.get(), sizeof exact);
+  return weight_.nbytes == sizeof number ? number : exact;
 }
 
 // What is reduced goes back, in the plan's order; once all tensors are in the plan, this thread waits for them.

@@ -32,6 +32,13 @@ namespace keras_hpc {
 
 class Team;
 
+// A rank's weight in a mean: a number, or where the device has one.
+struct DeviceWeight {
+  double number = 1;
+  device::Pointer at = 0;
+  size_t nbytes = 0;  // there: 4 of a float, or 8 of a double
+};
+
 class DevicePlan final : public Attendant {
  public:
   // `plan` has its tensors in its segment; `pipeline`: null where steps are synchronous. Throws Error where the device
@@ -41,7 +48,7 @@ class DevicePlan final : public Attendant {
 
   // Reduces a tensor where it is on the device, after what the stream has been given so far. It is the engine's until
   // the stream has waited. Returns at once. Thread-safe.
-  void start_on(int tensor, device::Pointer data, double weight, device::StreamHandle stream);
+  void start_on(int tensor, device::Pointer data, const DeviceWeight& weight, device::StreamHandle stream);
   // A tensor on the host, whose mean is in the plan's memory after wait_on; null: zeros.
   void start(int tensor, const void* data, double weight);
   // Once all tensors have been started: blocks until all are reduced. What is given to the stream from then on finds
@@ -50,8 +57,10 @@ class DevicePlan final : public Attendant {
   // What the second update of a pipelined step applies, as Pipeline::second.
   void second_on(const std::vector<device::Pointer>& data, device::StreamHandle stream);
 
-  int ordinal() const { return device_.ordinal(); }
-  size_t pinned_bytes() const { return nbytes_; }
+  // How many updates the step makes, into memory of the device.
+  void write_updates(device::Pointer to, device::StreamHandle stream);
+  // Blocks until the default stream has done what it was given: for who has no stream of its own.
+  void finish();
 
   bool is_of(const Plan& plan) const override { return &plan_ == &plan; }
   void stop() override;
@@ -70,11 +79,12 @@ class DevicePlan final : public Attendant {
   std::byte* place(int tensor) const { return places_ + plan_.layout().range(tensor).begin; }
   Tensor& of(int tensor) { return *tensors_[static_cast<size_t>(tensor)]; }
 
-  void begin(int tensor, double weight);
+  void begin(int tensor);
   void serve();
   bool take_arrivals();
   bool give_back();
   void start_in_plan(int tensor);
+  double weight_now() const;
   void await_copies_back();
   void fail(std::exception_ptr error);
   void drain() noexcept;
@@ -88,7 +98,8 @@ class DevicePlan final : public Attendant {
   std::shared_ptr<std::byte> own_;           // of pipelined steps
   std::byte* places_;                        // where each tensor goes to and comes from
   size_t nbytes_;
-  std::unique_ptr<device::Pinned> pinned_;
+  std::shared_ptr<std::byte> weight_place_;
+  std::unique_ptr<device::Pinned> pinned_, pinned_weight_;
   std::unique_ptr<device::Stream> out_, in_;
   std::unique_ptr<device::Event> back_;
   std::vector<std::unique_ptr<Tensor>> tensors_;
@@ -98,7 +109,7 @@ class DevicePlan final : public Attendant {
   std::deque<int> on_their_way_;  // to the host, in the order of `out`
   int started_ = 0, in_plan_ = 0;
   int back_count_ = 0;  // the tensors before it are on their way back
-  double weight_ = 1;
+  DeviceWeight weight_;
   bool over_ = false;  // all are on their way back
   std::exception_ptr error_;
   std::atomic<bool> stopping_{false};

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "engine/c_api.hpp"
+
 #include <algorithm>
 #include <cstdint>
 #include <functional>
@@ -20,35 +22,7 @@
 namespace keras_hpc {
 namespace {
 
-thread_local std::string last_error;
-
-// No exception leaves the C interface.
-template <class F>
-auto guarded(F&& f, decltype(f()) on_error) -> decltype(f()) {
-  try {
-    return f();
-  } catch (const std::exception& e) {
-    last_error = e.what();
-    return on_error;
-  }
-}
-
-// The caller may be C: what it gives is looked at before it is used.
-void expect(bool right, const char* expected) {
-  if (!right) throw Error(std::string("An argument is not as the engine wants it. Expected ") + expected + ".");
-}
-
-std::string text(const char* argument, const char* name) {
-  if (argument == nullptr) throw Error(std::string("Expected text. Received: a null pointer for ") + name + ".");
-  return argument;
-}
-
-registry::PlanEntry find(int plan, int tensor) {
-  registry::PlanEntry entry = registry::plan(plan);
-  if (tensor < 0 || tensor >= entry.plan->layout().tensor_count())
-    throw Error("Plan '" + entry.plan->name() + "' has no tensor number " + std::to_string(tensor) + ".");
-  return entry;
-}
+using namespace c_api;
 
 registry::PlanEntry find_pipeline(int plan, int tensor) {
   registry::PlanEntry entry = find(plan, tensor);
@@ -72,6 +46,7 @@ Owned& owned = *new Owned;
 }  // namespace keras_hpc
 
 using namespace keras_hpc;
+using namespace keras_hpc::c_api;
 
 int khpc_start(int plan, int tensor, void* data, double weight) {
   return guarded(

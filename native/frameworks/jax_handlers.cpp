@@ -32,58 +32,10 @@
 #include <utility>
 #include <vector>
 
-#include "keras_hpc/engine.h"
-#include "xla_ffi.hpp"
+#include "xla_call.hpp"
 
 namespace keras_hpc::xla {
 namespace {
-
-void check(int engine_result) {
-  if (engine_result != KHPC_OK) throw std::runtime_error(khpc_last_error());
-}
-
-Error* new_error(const Api* api, const std::string& message) {
-  CreateError arguments = {sizeof arguments, nullptr, message.c_str(), kInternal};
-  return api->create_error(&arguments);
-}
-
-int attribute(const CallFrame& call, const char* name) {
-  for (int64_t i = 0; i < call.attributes.size; ++i) {
-    const ByteSpan& key = *call.attributes.names[i];
-    if (std::string(key.data, key.size) != name) continue;
-    const Scalar& scalar = *static_cast<const Scalar*>(call.attributes.values[i]);
-    if (scalar.dtype == kS32) return *static_cast<const int32_t*>(scalar.value);
-  }
-  throw std::runtime_error(std::string("The call has no int32 attribute ") + name + ".");
-}
-
-std::string text_attribute(const CallFrame& call, const char* name) {
-  for (int64_t i = 0; i < call.attributes.size; ++i) {
-    const ByteSpan& key = *call.attributes.names[i];
-    if (std::string(key.data, key.size) != name || call.attributes.types[i] != kString) continue;
-    const ByteSpan& text = *static_cast<const ByteSpan*>(call.attributes.values[i]);
-    return std::string(text.data, text.size);
-  }
-  throw std::runtime_error(std::string("The call has no text attribute ") + name + ".");
-}
-
-const char* name_of(int dtype) {
-  switch (dtype) {
-    case kS32:
-      return "int32";
-    case kS64:
-      return "int64";
-    case kF16:
-      return "float16";
-    case kBF16:
-      return "bfloat16";
-    case kF32:
-      return "float32";
-    case kF64:
-      return "float64";
-  }
-  throw std::runtime_error("Unsupported dtype. Received: XLA type " + std::to_string(dtype) + ".");
-}
 
 double weight_of(const Buffer& buffer) {
   switch (buffer.dtype) {
@@ -99,25 +51,6 @@ double weight_of(const Buffer& buffer) {
 bool is_true(const Buffer& buffer) {
   return *static_cast<const bool*>(buffer.data);
 }
-
-// Where the engine works on each tensor. XLA may copy a buffer between start and done: the copy would hold
-// half-reduced values, so done compares.
-class Addresses {
- public:
-  void set(int plan, int tensor, const void* address) {
-    std::lock_guard lock(mutex_);
-    addresses_[{plan, tensor}] = address;
-  }
-  const void* get(int plan, int tensor) {
-    std::lock_guard lock(mutex_);
-    return addresses_[{plan, tensor}];
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<std::pair<int, int>, const void*> addresses_;
-};
-Addresses& addresses = *new Addresses;
 
 // Tells XLA that one call of done is complete.
 class Completion {
@@ -206,18 +139,6 @@ void start(CallFrame& call) {
   check(khpc_start(plan, tensor, data, weight_of(*call.arguments.values[1])));
 }
 
-std::string moved_tensors(const CallFrame& call, int plan, int tensors) {
-  std::string moved;
-  for (int tensor = 0; tensor < tensors; ++tensor) {
-    if (call.results.values[tensor]->data == addresses.get(plan, tensor) || khpc_plan_nbytes(plan, tensor) == 0)
-      continue;
-    moved += " " + std::to_string(tensor);
-  }
-  return moved.empty() ? ""
-                       : "XLA moved buffers of plan " + std::to_string(plan) +
-                             " while they were being reduced. Tensors:" + moved + ".";
-}
-
 // Lets `begin` (of the engine, asynchronous) complete the call, or, without a communication thread, `block`.
 template <class Begin, class Block>
 void complete(CallFrame& call, std::unique_ptr<Completion> completion, Begin&& begin, Block&& block) {
@@ -283,27 +204,6 @@ void allreduce(CallFrame& call) {
     std::memcpy(y.data, x.data, static_cast<size_t>(count) * (small ? 2 : large ? 8 : 4));
   check(khpc_allreduce_tensor(attribute(call, "team"), y.data, x.dims, static_cast<int>(x.rank), dtype,
                               text_attribute(call, "op").c_str(), text_attribute(call, "what").c_str()));
-}
-
-// Answers XLA's question for the version, or calls the handler. Exceptions end here, as an error of the program.
-template <void handler(CallFrame&)>
-Error* call(CallFrame* frame) {
-  if (frame->extensions && frame->extensions->type == kMetadataExtension) {
-    Metadata& metadata = *reinterpret_cast<MetadataExtension*>(frame->extensions)->metadata;
-    metadata.version = {sizeof(Version), nullptr, kMajorVersion, kMinorVersion};
-    metadata.traits = 0;
-    return nullptr;
-  }
-  try {
-    // Not by struct_size: what XLA writes there leaves out the last member of some structures.
-    const Version& has = frame->api->version;
-    if (has.major_version == kMajorVersion && has.minor_version < kMinorVersion)
-      throw std::runtime_error("This jaxlib is older than 0.5.0: it has no futures for what runs beside a program.");
-    handler(*frame);
-    return nullptr;
-  } catch (const std::exception& error) {
-    return new_error(frame->api, error.what());
-  }
 }
 
 }  // namespace

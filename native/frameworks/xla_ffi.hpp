@@ -58,13 +58,30 @@ struct SetError {
   Error* error;  // goes to XLA
 };
 
+struct DestroyError {
+  size_t struct_size;
+  Extension* extensions;
+  Error* error;
+};
+
+struct GetStream {
+  size_t struct_size;
+  Extension* extensions;
+  Context* context;
+  void* stream;  // out: a CUstream
+};
+
 struct Api {
   size_t struct_size;
   Extension* extensions;
   Version version;
   void* internal;
   Error* (*create_error)(CreateError*);
-  void* functions_not_used[12];
+  void* get_message_not_used;
+  Error* (*destroy_error)(DestroyError*);
+  void* register_not_used;
+  Error* (*get_stream)(GetStream*);
+  void* functions_not_used[8];
   Error* (*create_future)(CreateFuture*);
   Error* (*set_available)(SetAvailable*);
   Error* (*set_error)(SetError*);

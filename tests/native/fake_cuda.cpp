@@ -436,6 +436,16 @@ EXPORT int cuMemcpyHtoDAsync_v2(uint64_t device, const void* host, size_t n, voi
   std::byte* to = behind(device, n);
   return copy("cuMemcpyHtoDAsync", stream, to, static_cast<const std::byte*>(host), n, host, to);
 }
+EXPORT int cuMemsetD32Async(uint64_t device, unsigned value, size_t n, void* stream) {
+  ENTER("cuMemsetD32Async");
+  need_context("cuMemsetD32Async");
+  std::byte* to = behind(device, 4 * n);
+  if (to == nullptr) die("cuMemsetD32Async of memory that is not the device's");
+  of(stream).push([=] {
+    for (size_t i = 0; i < n; ++i) std::memcpy(to + 4 * i, &value, 4);
+  });
+  return 0;
+}
 EXPORT int cuPointerGetAttribute(void* value, int attribute, uint64_t pointer) {
   ENTER("cuPointerGetAttribute");
   const std::lock_guard lock(world);

@@ -1,14 +1,16 @@
-"""A plugin of pytest that lets PyTorch's tensors on the CPU count as tensors on a GPU: the one of tests/fake_cuda.py.
+"""A plugin of pytest that lets tensors on the CPU count as tensors on a GPU: the one of tests/fake_cuda.py.
 
-So the engine takes each gradient from where it is by copies on streams that run late, and puts its mean there. What
-PyTorch's own streams would do, it cannot show: here a step goes on when the stream has come to its end.
+So the engine takes each gradient from where it is by copies on streams that run late, and puts its mean there. What the
+framework's own streams would do, it cannot show: here a step goes on when the stream has come to its end.
 """
 
+import contextlib
 import ctypes
 import os
 
-from keras_hpc.backends import torch as torch_backend
-from keras_hpc.backends import torch_gradients
+import keras
+
+from keras_hpc.job import devices
 from keras_hpc.job.plan import Plan
 
 _DEFAULT_STREAM = 0
@@ -25,13 +27,35 @@ def _and_finish(method):
     return waits
 
 
-def pytest_configure(config):
-    """Put everything on the GPU, from now on."""
-    torch_backend.device_of = lambda tensors: 0
-    torch_backend.stream_of = torch_gradients.stream_of = lambda device: _DEFAULT_STREAM
+def _torch():
+    from keras_hpc.backends import torch as backend
+    from keras_hpc.backends import torch_gradients
+
+    backend.device_of = lambda tensors: 0
+    backend.stream_of = torch_gradients.stream_of = lambda device: _DEFAULT_STREAM
     torch_gradients.gpu = lambda number: "cpu"
     Plan.wait_on = _and_finish(Plan.wait_on)
     Plan.second_on = _and_finish(Plan.second_on)
+
+
+def _jax():
+    from keras_hpc.backends import jax as backend
+    from keras_hpc.backends import jax_device
+
+    @contextlib.contextmanager
+    def use_device(device):
+        jax_device._number = device.ordinal
+        yield
+        jax_device._number = None
+
+    backend.use_device = use_device
+    backend.PLATFORM_OF_GPU = "cpu"
+    devices.of_rank = lambda world, backend, asked: devices.Device(0, "Fake GPU", "GPU-0", "0000:00:00.0")
+
+
+def pytest_configure(config):
+    """Put everything on the GPU, from now on."""
+    {"torch": _torch, "jax": _jax}[keras.backend.backend()]()
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -46,6 +46,23 @@ KHPC_API int khpc_updates(int plan);
 KHPC_API int khpc_second(int plan, int tensor, void* data);
 KHPC_API int khpc_second_async(int plan, void* const* data, void (*done)(void* arg, const char* error), void* arg);
 
+// Plans whose tensors are on a GPU, where `stream` is one of the framework's (a CUstream). A tensor is started after what
+// the stream has been given so far, and belongs to the engine until the stream has waited. `weight`: as for khpc_start,
+// a float or double (4 or 8 bytes) on the GPU; null: 1. Returns at once. Thread-safe.
+KHPC_API int khpc_start_on(int plan, int tensor, void* data, const void* weight, int weight_nbytes, void* stream);
+
+// After khpc_start_on of all tensors: blocks until all are reduced. What the stream is given from then on finds the
+// results. khpc_second_on does as khpc_second, of all tensors; khpc_write_updates writes what khpc_updates returns, an
+// int32_t, into memory of the GPU; khpc_finish_on blocks until the default stream (null) has done what it was given.
+KHPC_API int khpc_wait_on(int plan, void* stream);
+KHPC_API int khpc_second_on(int plan, void* const* data, void* stream);
+KHPC_API int khpc_write_updates(int plan, void* to, void* stream);
+KHPC_API int khpc_finish_on(int plan);
+
+// khpc_allreduce_tensor of memory of a GPU, which this process knows by the number `device`. Blocks.
+KHPC_API int khpc_allreduce_on(int team, int device, void* data, const int64_t* shape, int rank, const char* dtype,
+                               const char* op, const char* what, void* stream);
+
 // Number of tensors of a plan, or -1 if there is no such plan.
 KHPC_API int khpc_plan_tensors(int plan);
 
