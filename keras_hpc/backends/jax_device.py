@@ -21,6 +21,7 @@ EARLIEST, LATEST = "EARLIEST", "LATEST"
 _TYPED_HANDLER = 4  # API_VERSION_TYPED_FFI
 
 
+_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _number: int | None = None
 
 
@@ -44,16 +45,20 @@ def use_device(device: Any) -> Iterator[None]:
         device: the `Device` of this rank, or None.
     """
     global _number
+    limited = False
     if not xla_bridge.backends_are_initialized():  # else `load` looks at what JAX has
         if device is None:
             jax.config.update("jax_platforms", "cpu")
         else:
             jax.config.update("jax_cuda_visible_devices", str(device.ordinal))
-            if device.ranks > 1:  # else the first one takes three quarters of its memory
-                os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.8 / device.ranks:.2f}")
+            limited = device.ranks > 1 and _MEMORY not in os.environ  # else the first one takes three quarters of it
+    if limited:
+        os.environ[_MEMORY] = f"{0.8 / device.ranks:.2f}"
     _number = None if device is None else device.ordinal
     yield
     _number = None
+    if limited:
+        os.environ.pop(_MEMORY, None)
 
 
 def scheduled(results: Sequence[Any], when: str) -> Sequence[Any]:
