@@ -309,7 +309,7 @@ def test_init_refuses(other, monkeypatch):
         module = name.partition(".")[0]
         if sys.modules.get(module) is None:
             pytest.skip(f"{module} is not loaded")
-        monkeypatch.setattr(name, answer)
+        monkeypatch.setattr(name, answer, raising=False)  # jax 0.5.0 has no such function
         if other == "torch.distributed":
             monkeypatch.setattr("torch.distributed.get_backend", lambda: "gloo")
             monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
