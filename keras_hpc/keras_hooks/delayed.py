@@ -94,7 +94,8 @@ def apply_stateless(
         found = [v for o, v in zip(optimizer.variables, values[1], strict=True) if o is optimizer.dynamic_scale]
         return found[0]
 
-    line, tensors = _line_of(team, optimizer, gradients, optimizer._trainable_variables, key, scale_of(state_values))
+    trained = model_variables.trained_by(optimizer)
+    line, tensors = _line_of(team, optimizer, gradients, trained, key, scale_of(state_values))
     backend = backends.current()
     reduced, updates = backend.turn(line.plan, tensors, weight=count)
 

@@ -99,7 +99,7 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(self, *args, **kwargs)
         gradients = list(map(_as_tensor, bound.arguments["grads"]))
         stateless = original.__name__ == "stateless_apply"  # which is given values instead of variables
-        variables = (not stateless and bound.arguments.get("trainable_variables")) or self._trainable_variables
+        variables = (not stateless and bound.arguments.get("trainable_variables")) or model_variables.trained_by(self)
         if inside and pipelined:
             return _apply_pipelined(self, original, bound, gradients, variables, None)
         if inside:
@@ -385,6 +385,6 @@ def _make_equal(optimizer: Any, variables: list[Any], stateless: bool) -> None:
                 replicas.synchronize_optimizer(optimizer, variables)
     elif model is None:
         if stateless or keras_private.get(keras_private.IN_STATELESS_SCOPE)():
-            replicas.check_equal(optimizer, optimizer._trainable_variables)
+            replicas.check_equal(optimizer, model_variables.trained_by(optimizer))
         else:
             replicas.synchronize_optimizer(optimizer, variables)

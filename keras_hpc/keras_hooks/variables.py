@@ -52,6 +52,13 @@ def known_local() -> set[int]:
     return {id(variable) for layer in current.job().known.local_layers() for variable in layer.variables}
 
 
+def trained_by(optimizer: Any) -> list[Any]:
+    """Return the variables that an optimizer updates, once it is built."""
+    # Before Keras 3.12 a LossScaleOptimizer leaves them to the one that it holds.
+    held: list[Any] = [variable for inner in held_optimizers(optimizer) for variable in trained_by(inner)]
+    return optimizer._trainable_variables or held
+
+
 def local_slots(optimizer: Any, local: set[int]) -> list[Any]:
     """Return what an optimizer keeps for variables that are local: their momenta and the like."""
     trained = optimizer._trainable_variables if local else []

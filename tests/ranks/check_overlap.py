@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients are reduced while backward still runs: read from the trace of a real training."""
 
+import importlib.metadata
 import time
 
 import keras
@@ -75,6 +76,8 @@ def traced_fit(model, x):
 def test_last_layers_are_reduced_before_backward_reaches_the_first(job, options):
     if options and BACKEND == "torch":
         pytest.skip("Keras refuses several steps per execution on PyTorch")
+    if is_jax and importlib.metadata.version("jax").startswith("0.5."):
+        pytest.skip("computes the gradients of weights last, unless XLA_FLAGS says otherwise: see docs/design.md")
     mark = Mark()
     layers = [keras.layers.Dense(UNITS, use_bias=False) for _ in range(LAYERS)]
     model = keras.Sequential([keras.Input((UNITS,)), layers[0], mark, *layers[1:]])
