@@ -29,6 +29,8 @@ LONG = [
     "tests/test_failures.py",
     "tests/test_idioms.py",
     "tests/test_simulator.py",
+    "tests/test_gpu.py",
+    "tests/test_device_plan.py",
     "tests/test_examples.py",
     *(f"tests/test_ranks.py {job}" for job in ("jax-3", "tensorflow-3", "torch-3")),
     "tests/cluster/test_slurm.py",

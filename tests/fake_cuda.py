@@ -2,23 +2,35 @@
 
 import ctypes
 import functools
+import importlib.util
 import subprocess
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
-_SOURCE = Path(__file__).parent / "native" / "fake_cuda.cpp"
+_SOURCES = Path(__file__).parent / "native"
 # Kinds of order that device plans keep. Without one of them some result must be wrong.
 ORDERS = ["out waits for ready", "out waits for back", "caller waits for back", "queries"]
 
 
 def build(folder: Path) -> Path:
     """Compile libcuda.so.1 into a folder."""
-    library = folder / "libcuda.so.1"
-    command = ["g++", "-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
-    command += ["-Wl,-soname,libcuda.so.1", "-o", str(library), str(_SOURCE), "-lpthread"]
-    subprocess.run(command, check=True, timeout=120)
+    return _compile("fake_cuda", folder / "libcuda.so.1", "-Wl,-soname,libcuda.so.1")
+
+
+def build_for_tensorflow(folder: Path) -> Path:
+    """Compile a device of type "GPU" for TensorFlow into a folder."""
+    found = importlib.util.find_spec("tensorflow")  # not imported: the process of the tests starts no framework
+    assert found is not None
+    assert found.submodule_search_locations is not None
+    headers = f"{found.submodule_search_locations[0]}/include"
+    return _compile("fake_tensorflow_gpu", folder / "fake_tensorflow_gpu.so", "-isystem", headers)
+
+
+def _compile(name: str, library: Path, *options: str) -> Path:
+    command = ["g++", "-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", *options]
+    subprocess.run([*command, "-o", str(library), str(_SOURCES / f"{name}.cpp"), "-lpthread"], check=True, timeout=120)
     return library
 
 

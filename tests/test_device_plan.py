@@ -240,6 +240,7 @@ def test_pipelined_steps_apply_each_mean_once():
 def test_each_order_matters(order, fake):
     """The same steps, with one kind of order that the driver does not keep, must be seen to be wrong."""
     work = overlapping_steps if order == "out waits for back" else steps
+    fake.fake_slow_back(order.endswith("back"))
     for _attempt in range(10):
         fake.fake_drop(order.encode())
         results = run([0, 0], lambda team, rank: work(team, rank, 6))

@@ -148,9 +148,9 @@ def _run(program: Callable[..., Any], plan: Any, tensors: Sequence[Any], weight:
     for x, spec in zip(tensors, plan.tensors, strict=True):
         if x.dtype.name != spec.dtype or tuple(x.shape) != tuple(spec.shape):
             raise spec.misfit(x.shape, x.dtype.name)
+    if number_of_gpu() is not None and plan.is_idle:
+        return tensors
     if number_of_gpu() is not None and plan.device is None:
-        if plan.team.size == 1 and program is _start_and_done:
-            return tensors
         raise RuntimeError(
             f"The plan '{plan.name}' cannot use the GPU, as was said when it was made. On JAX nothing else can reduce "
             "what is on it. Use init(device='cpu'), or mend what the message said."

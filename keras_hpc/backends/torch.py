@@ -87,7 +87,7 @@ def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = 
         return tensors
     weight = number_of(weight)
     if plan.device is not None:
-        return _reduce_on(plan, tensors, weight)
+        return list(tensors) if plan.is_idle else _reduce_on(plan, tensors, weight)
     copies = [x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for x in tensors]
     for index, copy in enumerate(copies):
         plan.start_at(index, copy.data_ptr(), copy.nbytes, weight)

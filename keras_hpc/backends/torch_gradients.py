@@ -163,9 +163,29 @@ class DeviceGradients(Gradients):
         return given if given is not None else self._views[index].to(gpu(self.plan.device))
 
 
+class OwnGradients(Gradients):
+    """Gradients of the only rank of a team, on a GPU: they are the means."""
+
+    def _start(self, index: int, gradient: torch.Tensor, weight: float) -> torch.Tensor:
+        return gradient
+
+    def _start_zeros(self, index: int, weight: float) -> None:
+        pass
+
+    def _start_flags(self, weight: float) -> None:
+        pass
+
+    def _wait(self) -> None:
+        pass
+
+    def _mean(self, index: int, given: torch.Tensor | None) -> torch.Tensor:
+        return self._views[index] if given is None else given
+
+
 def gradients_of(plan: Any) -> Gradients:
     """Return the gradients of a plan: the same object at every call."""
     if plan.kept is None:
-        plan.kept = Gradients(plan) if plan.device is None else DeviceGradients(plan)
+        kind = Gradients if plan.device is None else OwnGradients if plan.is_idle else DeviceGradients
+        plan.kept = kind(plan)
     gradients: Gradients = plan.kept
     return gradients

@@ -70,6 +70,11 @@ class Plan:
         self.device: int | None = None
         self.kept: Any = None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has nothing to do: the only rank has each result already."""
+        return bool(self.team.size == 1 and not self.pipelined)
+
     def open_device(self, ordinal: int) -> None:
         """From now on its tensors are on a GPU, which this process knows by this number.
 
@@ -208,7 +213,10 @@ def open_device(plan: Plan, device: int) -> None:
     """
     team = plan.team
     team.agree(f"Where the tensors of '{plan.name}' are", ["on a GPU" if device >= 0 else "on the host"])
-    if device < 0 or (team.size == 1 and not plan.pipelined):
+    if device < 0:
+        return
+    if plan.is_idle:
+        plan.device = device
         return
     problem = ""
     try:

@@ -1,53 +1,34 @@
 // A libcuda.so.1 without a GPU, which finds what a real one would hide.
 //
-// Device memory cannot be touched by the host: what cuMemAlloc returns is mapped PROT_NONE, and only streams know the
-// readable pages behind it. It begins as NaN. A stream is a thread that does what it is given in order, each after a
-// random delay. Misuse ends the process with its reason. fake_* are for tests: kernels, errors, what is still there.
-#include <sys/mman.h>
+// Misuse ends the process with its reason. fake_* are for tests: memory, kernels, errors, what is still there.
 #include <sys/prctl.h>
-#include <unistd.h>
 
 #include <atomic>
-#include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <functional>
 #include <map>
-#include <memory>
 #include <mutex>
-#include <random>
 #include <string>
-#include <thread>
 #include <vector>
+
+#include "fake_gpu.hpp"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
+using fake::die;
+
 constexpr int kInvalidValue = 1, kNotReady = 600, kAlreadyPinned = 712, kNotPinned = 713;
 
-[[noreturn]] void die(const std::string& why) {
-  std::fprintf(stderr, "fake libcuda: %s\n", why.c_str());
-  std::abort();
-}
-
-struct Allocation {
-  size_t nbytes;
-  int device;
-  std::byte* alias;  // where it can be touched
-};
-
 std::mutex world;
-std::map<uintptr_t, Allocation> allocations;
+fake::Memory memory(PROT_NONE);
 std::map<uintptr_t, size_t> pinned;
 std::map<int, int> contexts;  // device: how often it was retained
 std::atomic<int> streams{0}, events{0};
-std::atomic<int> devices{1}, first_device{0}, delay_us{50};
-std::atomic<bool> any_pointer{false};
+std::atomic<int> devices{1}, first_device{0};
+std::atomic<bool> any_pointer{false}, slow_back{false};
 thread_local bool in_step = false;
 std::string failing, dropped;
 int failing_after = 0;
@@ -83,13 +64,8 @@ void need_context(const char* name) {
 
 // Where streams find `n` bytes of the device; null if they are not the device's.
 std::byte* behind(uint64_t pointer, size_t n) {
-  const std::lock_guard lock(world);
-  auto it = allocations.upper_bound(pointer);
-  if (it != allocations.begin()) {
-    --it;
-    if (pointer + n <= it->first + it->second.nbytes) return it->second.alias + (pointer - it->first);
-  }
-  return any_pointer ? reinterpret_cast<std::byte*>(pointer) : nullptr;
+  std::byte* found = memory.behind(pointer, n);
+  return found == nullptr && any_pointer ? reinterpret_cast<std::byte*>(pointer) : found;
 }
 
 bool is_pinned(const void* data, size_t n) {
@@ -100,44 +76,9 @@ bool is_pinned(const void* data, size_t n) {
   return false;
 }
 
-class Stream {
- public:
-  explicit Stream(bool own) : own(own), thread_([this] { run(); }) {}
-  ~Stream() {
-    push([this] { last_ = true; });
-    thread_.join();
-  }
-  void push(std::function<void()> work) {
-    const std::lock_guard lock(mutex_);
-    queue_.push_back(std::move(work));
-    changed_.notify_all();
-  }
-  bool is_idle() {
-    const std::lock_guard lock(mutex_);
-    return queue_.empty();
-  }
+struct Stream : fake::Stream {
+  explicit Stream(bool own) : own(own) {}
   const bool own;  // made by who is tested, not by fake_stream
-
- private:
-  void run() {
-    std::mt19937 random(static_cast<unsigned>(reinterpret_cast<uintptr_t>(this) >> 4));
-    while (!last_) {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return !queue_.empty(); });
-      const auto work = queue_.front();
-      lock.unlock();
-      const auto most = static_cast<unsigned>(delay_us.load());
-      std::this_thread::sleep_for(std::chrono::microseconds(random() % (most + 1)));
-      work();
-      lock.lock();
-      queue_.pop_front();
-    }
-  }
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> queue_;
-  bool last_ = false;
-  std::thread thread_;
 };
 
 Stream& of(void* stream) {
@@ -145,15 +86,8 @@ Stream& of(void* stream) {
   return stream == nullptr ? the_default : *static_cast<Stream*>(stream);
 }
 
-struct Record {
-  std::mutex mutex;
-  std::condition_variable changed;
-  uint64_t recorded = 0, done = 0;
+struct Event : fake::Event {
   bool on_own_stream = false;
-};
-// Work on a stream may outlive the event.
-struct Event {
-  std::shared_ptr<Record> record = std::make_shared<Record>();
 };
 
 int copy(const char* name, void* stream, std::byte* to, const std::byte* from, size_t n, const void* host,
@@ -173,8 +107,8 @@ EXPORT void fake_reset(int device_count, int delay) {
   const std::lock_guard lock(world);
   devices = device_count;
   first_device = 0;
-  delay_us = delay;
-  any_pointer = in_step = false;
+  fake::delay_us = delay;
+  any_pointer = slow_back = in_step = false;
   failing = dropped = "";
   calls.clear();
 }
@@ -202,6 +136,10 @@ EXPORT void fake_drop(const char* what) {
   const std::lock_guard lock(world);
   dropped = what;
 }
+// Copies to the device take milliseconds.
+EXPORT void fake_slow_back(int yes) {
+  slow_back = yes != 0;
+}
 EXPORT int fake_calls(const char* name) {
   const std::lock_guard lock(world);
   return calls[name];
@@ -209,7 +147,7 @@ EXPORT int fake_calls(const char* name) {
 // Streams, events, pinned ranges, allocations and contexts that are still there.
 EXPORT int fake_left() {
   const std::lock_guard lock(world);
-  int left = streams + events + static_cast<int>(pinned.size() + allocations.size());
+  int left = streams + events + static_cast<int>(pinned.size() + memory.count());
   for (const auto& [device, times] : contexts) left += times;
   return left;
 }
@@ -221,50 +159,26 @@ EXPORT void fake_destroy_stream(void* stream) {
 }
 // Kernels: `n` bytes, which are taken from the host at once, into device memory; and the other way, which waits.
 EXPORT void fake_write(void* stream, uint64_t to, const void* from, size_t n) {
-  std::byte* memory = behind(to, n);
-  if (memory == nullptr) die("a kernel writes to memory that is not the device's");
+  std::byte* device = behind(to, n);
+  if (device == nullptr) die("a kernel writes to memory that is not the device's");
   const std::vector<std::byte> copy(static_cast<const std::byte*>(from), static_cast<const std::byte*>(from) + n);
-  of(stream).push([=] { std::memcpy(memory, copy.data(), n); });
+  of(stream).push([=] { std::memcpy(device, copy.data(), n); });
 }
 EXPORT void fake_read(void* stream, void* to, uint64_t from, size_t n) {
-  const std::byte* memory = behind(from, n);
-  if (memory == nullptr) die("a kernel reads memory that is not the device's");
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool done = false;
-  of(stream).push([&] {
-    std::memcpy(to, memory, n);
-    const std::lock_guard lock(mutex);
-    done = true;
-    changed.notify_all();
-  });
-  std::unique_lock lock(mutex);
-  changed.wait(lock, [&] { return done; });
+  const std::byte* device = behind(from, n);
+  if (device == nullptr) die("a kernel reads memory that is not the device's");
+  of(stream).push([=] { std::memcpy(to, device, n); });
+  of(stream).finish();
 }
 // Waits until the stream has done what it was given.
 EXPORT void fake_finish(void* stream) {
-  while (!of(stream).is_idle()) std::this_thread::yield();
+  of(stream).finish();
 }
 EXPORT uint64_t fake_allocate(size_t n, int device) {
-  const size_t whole = (n + 4095) / 4096 * 4096 + 4096;
-  const int file = memfd_create("fake device", 0);
-  if (ftruncate(file, static_cast<off_t>(whole)) != 0) die("no memory");
-  void* untouchable = mmap(nullptr, whole, PROT_NONE, MAP_SHARED, file, 0);
-  auto* alias = static_cast<std::byte*>(mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
-  close(file);
-  std::memset(alias, 0xff, whole);
-  const std::lock_guard lock(world);
-  allocations[reinterpret_cast<uintptr_t>(untouchable)] = {n, device, alias};
-  return reinterpret_cast<uint64_t>(untouchable);
+  return reinterpret_cast<uint64_t>(memory.allocate(n, device));
 }
 EXPORT void fake_free(uint64_t pointer) {
-  const std::lock_guard lock(world);
-  const auto it = allocations.find(pointer);
-  if (it == allocations.end()) die("memory that is not the device's is freed");
-  const size_t whole = (it->second.nbytes + 4095) / 4096 * 4096 + 4096;
-  munmap(it->second.alias, whole);
-  munmap(reinterpret_cast<void*>(pointer), whole);
-  allocations.erase(it);
+  memory.free(reinterpret_cast<void*>(pointer));
 }
 
 // ---- the driver
@@ -373,45 +287,22 @@ EXPORT int cuEventDestroy_v2(void* event) {
 EXPORT int cuEventRecord(void* event, void* stream) {
   ENTER("cuEventRecord");
   need_context("cuEventRecord");
-  const auto record = static_cast<Event*>(event)->record;
-  uint64_t number;
-  {
-    const std::lock_guard lock(record->mutex);
-    number = ++record->recorded;
-    record->on_own_stream = of(stream).own;
-  }
-  of(stream).push([record, number] {
-    const std::lock_guard lock(record->mutex);
-    record->done = std::max(record->done, number);
-    record->changed.notify_all();
-  });
+  static_cast<Event*>(event)->on_own_stream = of(stream).own;
+  static_cast<Event*>(event)->record(of(stream));
   return 0;
 }
 EXPORT int cuStreamWaitEvent(void* stream, void* event, unsigned) {
   ENTER("cuStreamWaitEvent");
   need_context("cuStreamWaitEvent");
-  const auto record = static_cast<Event*>(event)->record;
-  uint64_t number;
-  bool of_own;
-  {
-    const std::lock_guard lock(record->mutex);
-    number = record->recorded;
-    of_own = record->on_own_stream;
-  }
+  const bool of_own = static_cast<Event*>(event)->on_own_stream;
   if (drops(!of(stream).own ? "caller waits for back" : of_own ? "out waits for back" : "out waits for ready"))
     return 0;
-  of(stream).push([record, number] {
-    std::unique_lock lock(record->mutex);
-    record->changed.wait(lock, [&] { return record->done >= number; });
-  });
+  static_cast<Event*>(event)->make_wait(of(stream));
   return 0;
 }
 EXPORT int cuEventQuery(void* event) {
   ENTER("cuEventQuery");
-  if (drops("queries")) return 0;
-  const auto record = static_cast<Event*>(event)->record;
-  const std::lock_guard lock(record->mutex);
-  return record->done >= record->recorded ? 0 : kNotReady;
+  return drops("queries") || static_cast<Event*>(event)->is_over() ? 0 : kNotReady;
 }
 EXPORT int cuMemHostRegister_v2(void* data, size_t n, unsigned) {
   ENTER("cuMemHostRegister", true);
@@ -434,6 +325,7 @@ EXPORT int cuMemcpyDtoHAsync_v2(void* host, uint64_t device, size_t n, void* str
 EXPORT int cuMemcpyHtoDAsync_v2(uint64_t device, const void* host, size_t n, void* stream) {
   ENTER("cuMemcpyHtoDAsync");
   std::byte* to = behind(device, n);
+  if (slow_back) of(stream).push([] { std::this_thread::sleep_for(std::chrono::milliseconds(5)); });
   return copy("cuMemcpyHtoDAsync", stream, to, static_cast<const std::byte*>(host), n, host, to);
 }
 EXPORT int cuMemsetD32Async(uint64_t device, unsigned value, size_t n, void* stream) {
@@ -448,14 +340,12 @@ EXPORT int cuMemsetD32Async(uint64_t device, unsigned value, size_t n, void* str
 }
 EXPORT int cuPointerGetAttribute(void* value, int attribute, uint64_t pointer) {
   ENTER("cuPointerGetAttribute");
-  const std::lock_guard lock(world);
-  auto it = allocations.upper_bound(pointer);
-  const bool known = it != allocations.begin() && pointer < (--it)->first + it->second.nbytes;
-  if (!known && !any_pointer) return kInvalidValue;
+  int device = first_device;
+  if (memory.behind(pointer, 1, &device) == nullptr && !any_pointer) return kInvalidValue;
   if (attribute == 2)
     *static_cast<unsigned*>(value) = 2;
   else if (attribute == 9)
-    *static_cast<int*>(value) = known ? it->second.device - first_device : 0;
+    *static_cast<int*>(value) = device - first_device;
   else
     die("an attribute that is not known here");
   return 0;

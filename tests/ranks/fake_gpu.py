@@ -9,6 +9,7 @@ import ctypes
 import os
 
 import keras
+from mpi4py import MPI
 
 from keras_hpc.job import devices
 from keras_hpc.job.plan import Plan
@@ -59,6 +60,7 @@ def pytest_configure(config):
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """See that it was used."""
-    assert _fake.fake_calls(b"cuMemcpyDtoHAsync") > 0
-    assert _fake.fake_calls(b"cuMemcpyHtoDAsync") > 0
+    """See that it was used; by the only rank of a job not at all."""
+    alone = MPI.COMM_WORLD.size == 1
+    for copy in (b"cuMemcpyDtoHAsync", b"cuMemcpyHtoDAsync"):
+        assert (_fake.fake_calls(copy) == 0) == alone

@@ -20,6 +20,7 @@ os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
 options = ["-p", "pytest_timeout", f"--timeout={seconds}"]
 options += ["-x", "-v", "--durations=0", "--durations-min=0.3", "-p", "no:cacheprovider", "--tb=short"]
 if os.environ.get("TESTS_FAKE_GPU"):
+    sys.path.append(str(Path(__file__).parent))
     options += ["-p", "fake_gpu"]
 # Folders of its own: ranks that share them remove those of earlier runs at the same time, and trip over each other.
 options.append(f"--basetemp={folder}/folders{rank}")
