@@ -46,9 +46,9 @@ KHPC_API int khpc_updates(int plan);
 KHPC_API int khpc_second(int plan, int tensor, void* data);
 KHPC_API int khpc_second_async(int plan, void* const* data, void (*done)(void* arg, const char* error), void* arg);
 
-// Plans whose tensors are on a GPU, where `stream` is one of the framework's (a CUstream). A tensor is started after what
-// the stream has been given so far, and belongs to the engine until the stream has waited. `weight`: as for khpc_start,
-// a float or double (4 or 8 bytes) on the GPU; null: 1. Returns at once. Thread-safe.
+// Plans whose tensors are on a GPU, where `stream` is one of the framework's (a CUstream). A tensor is started after
+// what the stream has been given so far, and belongs to the engine until the stream has waited. `weight`: as for
+// khpc_start, a float or double (4 or 8 bytes) on the GPU; null: 1. Returns at once. Thread-safe.
 KHPC_API int khpc_start_on(int plan, int tensor, void* data, const void* weight, int weight_nbytes, void* stream);
 
 // After khpc_start_on of all tensors: blocks until all are reduced. What the stream is given from then on finds the
