@@ -110,3 +110,11 @@ def test_tensorflow_on_gpus_gives_the_bits_of_the_cpu(n, gpus_of_tensorflow, run
             assert (found.pop("on"), on_cpu[case].pop("on")) == (["GPU"], ["CPU"])
     assert on_gpu == on_cpu
     assert on_cpu["sum"] == on_cpu["broadcast"] == 0
+
+
+@pytest.mark.mpi
+def test_tensorflow_moves_no_buffer_to_a_gpu_while_it_is_reduced(gpus_of_tensorflow, run_ranks):
+    done = run_ranks(2, [ROOT / "tests" / "ranks" / "reduce_on_gpu.py", *gpus_of_tensorflow])
+    for rank in range(2):
+        for number in range(5):
+            assert f"<{rank}: [{number + 0.5}, {number + 0.5}]>" in done.output, done.output

@@ -96,12 +96,12 @@ def limit_threads(count: int, teams: int = 1) -> tuple[list[str], list[str]]:
     return done, failed
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def device_of(tensors: Sequence[Any]) -> int | None:
     """Return None: TensorFlow copies tensors of a GPU to the host and back itself."""
     return None
 
 
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = None) -> list[tf.Tensor]:
     """Reduces the tensors of a plan over the ranks of its team.
 
@@ -131,11 +131,23 @@ def _start(plan: Any, tensors: Sequence[Any], weight: Any) -> list[tf.Tensor]:
     weight = tf.constant(1.0, tf.float64) if weight is None else tf.cast(weight, tf.float64)
     # Nothing is started before everything is checked: a plan that is started in part can never be completed.
     tensors = [_checked(x, spec) for x, spec in zip(tensors, plan.tensors, strict=True)]
-    return [_ops.khpc_start(x, weight, plan=plan.id, tensor=i) for i, x in enumerate(tensors)]
+    with _on_host():
+        return [_ops.khpc_start(x, weight, plan=plan.id, tensor=i) for i, x in enumerate(tensors)]
 
 
 def _wait(plan: Any, started: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    return _shaped(plan, [_ops.khpc_wait(x, plan=plan.id, tensor=i) for i, x in enumerate(started)])
+    with _on_host():
+        return _shaped(plan, [_ops.khpc_wait(x, plan=plan.id, tensor=i) for i, x in enumerate(started)])
+
+
+def _on_host() -> contextlib.AbstractContextManager[Any]:
+    """Return what keeps a buffer where it is from its start to its wait.
+
+    An operation that runs by itself is a program of its own to TensorFlow, which moves what a program returns to the
+    device it ran on: to a GPU while it is being reduced. Inside a program it stays on the host.
+    """
+    device: contextlib.AbstractContextManager[Any] = tf.device("CPU:0")
+    return contextlib.nullcontext() if in_program() else device
 
 
 def _shaped(plan: Any, tensors: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -66,20 +66,20 @@ def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> An
         result_or_logs: Keras' method, which takes metrics where their names match those of `logs`.
     """
     team = current.team_of(model)
-    logs = _flat(logs) if isinstance(logs, dict) else {}
-    scalars = {name: float(number) for name, value in logs.items() if np.ndim(number := _number(value)) == 0}
+    given = logs if isinstance(logs, dict) else {}
+    flat = _flat(given)
+    scalars = {name: float(number) for name, value in flat.items() if np.ndim(number := _number(value)) == 0}
     local = model.get_metrics_result()
     # A custom step may log a metric under its name, beside other values. On every rank it must be the same metric.
     is_metric = [name in local and _same(scalars[name], local[name]) for name in scalars]
     sums = reduce_metrics(model, team, [*scalars.values(), *map(float, is_metric)])
     averages, votes = sums[: len(scalars)] / team.size, sums[len(scalars) :]
-    result = dict(result_or_logs(model, logs))
+    result = dict(result_or_logs(model, flat))
     final = model.get_metrics_result()
-    if result.keys() == final.keys():
-        return result
-    for name, average, count in zip(scalars, averages, votes, strict=True):
-        result[name] = final[name] if count == team.size else float(average)
-    return result
+    if result.keys() != final.keys():
+        for name, average, count in zip(scalars, averages, votes, strict=True):
+            result[name] = final[name] if count == team.size else float(average)
+    return result if flat.keys() == given.keys() else _nested(given, result)
 
 
 def _flat(logs: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +88,11 @@ def _flat(logs: dict[str, Any]) -> dict[str, Any]:
     for name, value in sorted(logs.items()):
         flat |= _flat(value) if isinstance(value, dict) else {name: value}
     return flat
+
+
+def _nested(like: dict[str, Any], flat: dict[str, Any]) -> dict[str, Any]:
+    """Undo `_flat`: Keras 3.10 gives the user logs as they are nested."""
+    return {name: _nested(value, flat) if isinstance(value, dict) else flat[name] for name, value in like.items()}
 
 
 def reduce_metrics(model: Any, team: Any, extra: list[float]) -> np.ndarray:

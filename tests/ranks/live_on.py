@@ -58,6 +58,7 @@ def late_message(delay):
         except _native.Error as error:
             say(f"heard: {error}")
     comm.Barrier()
+    say("lives on")
 
 
 def killed(what, threads):

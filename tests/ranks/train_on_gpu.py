@@ -48,8 +48,9 @@ def words():
     )
 
 
-def train(name, model, optimizer, data=X, team=0, **options):
-    model.compile(optimizer, "mse", metrics=["mae"], jit_compile=False)  # XLA knows no such GPU
+def train(name, model, optimizer, data=X, team=0, eagerly=False, **options):
+    # XLA knows no such GPU.
+    model.compile(optimizer, "mse", metrics=["mae"], jit_compile=False, run_eagerly=eagerly)
     keras_hpc.assign_team(model, team)
     history = model.fit(data, Y, batch_size=4, epochs=2, verbose=0, **options).history
     keras_hpc.check_replicas(model)
@@ -61,9 +62,11 @@ def train(name, model, optimizer, data=X, team=0, **options):
 train("a tail", network(), keras.optimizers.Adam(0.01))
 train("validation", network(), "sgd", validation_data=(X, Y))
 train("accumulation", network(), keras.optimizers.SGD(0.05, gradient_accumulation_steps=3))
+train("step by step", network(), keras.optimizers.Adam(0.01), eagerly=True)
 train("rows of an embedding", words(), keras.optimizers.Adam(0.01), TOKENS)
 keras_hpc.configure_team(1, schedule="pipelined", synchronous_steps=2, cooldown_steps=2)
 train("pipelined", network(), keras.optimizers.SGD(0.01), team=1)
+train("pipelined, step by step", network(), keras.optimizers.SGD(0.01), team=1, eagerly=True)
 
 mine = tf.constant(X * (RANK + 1))
 found["allreduce"] = [keras_hpc.allreduce(mine, op="sum").device.split(":")[-2], mine.device.split(":")[-2]]
