@@ -125,7 +125,13 @@ void DevicePlan::start(int tensor, const void* data, double weight) {
     std::memset(place(tensor), 0, nbytes(tensor));
   else if (nbytes(tensor) > 0 && data != place(tensor))
     std::memcpy(place(tensor), data, nbytes(tensor));
-  start_in_plan(tensor);
+  try {
+    start_in_plan(tensor);
+  } catch (const std::exception&) {
+    fail(std::current_exception());
+    drain();
+    throw;
+  }
   changed_.notify_all();
 }
 
@@ -263,11 +269,15 @@ bool DevicePlan::give_back() {
       pipeline_->wait(back_count_);
     else
       team_.wait(plan_, back_count_);
-    const Tensor& t = of(back_count_);
-    // The first pipelined step has no mean yet, and makes no update.
-    if (t.data != 0 && (pipeline_ == nullptr || pipeline_->updates() > 0))
-      device_.check(device_.api().copy_to_device(t.data, place(back_count_), nbytes(back_count_), in_->handle()),
-                    "cuMemcpyHtoDAsync");
+    {
+      const std::lock_guard lock(mutex_);
+      if (error_) return any;  // and the memory may be the caller's again
+      const Tensor& t = of(back_count_);
+      // The first pipelined step has no mean yet, and makes no update.
+      if (t.data != 0 && (pipeline_ == nullptr || pipeline_->updates() > 0))
+        device_.check(device_.api().copy_to_device(t.data, place(back_count_), nbytes(back_count_), in_->handle()),
+                      "cuMemcpyHtoDAsync");
+    }
     if (++back_count_ < count()) continue;
     back_->record(in_->handle());
     {
@@ -282,12 +292,12 @@ bool DevicePlan::give_back() {
 // ---- errors
 
 void DevicePlan::fail(std::exception_ptr error) {
+  team_.fail(error);  // first: once its caller sees the error, it may leave, and the others would hear only of that
   {
     const std::lock_guard lock(mutex_);
     if (!error_) error_ = error;
   }
   changed_.notify_all();
-  team_.fail(error);
 }
 
 // Until the device has done what it was given: the caller's memory is the caller's again. It waits for nothing but the

@@ -23,13 +23,17 @@ void Failure::set(std::exception_ptr error) {
     const std::lock_guard lock(mutex_);
     if (is_set()) return;
     error_ = std::move(error);
+    // First the node, then this rank's other threads: one of them may leave, or use its memory again, as soon as it
+    // sees the error.
+    write(Fate::failed, culprit < 0 ? topology_.rank : culprit);
     set_.store(true, std::memory_order_release);
   }
-  tell(Fate::failed, culprit < 0 ? topology_.rank : culprit);
+  ring();
 }
 
 void Failure::leave() {
-  tell(Fate::left, topology_.rank);
+  write(Fate::left, topology_.rank);
+  ring();
 }
 
 void Failure::close() {
@@ -44,7 +48,7 @@ void Failure::close() {
   leave();
 }
 
-void Failure::tell(Fate fate, int culprit) {
+void Failure::write(Fate fate, int culprit) {
   Bell& mine = bells_[topology_.local_rank];
   Fate present = Fate::present;
   if (mine.fate.load(std::memory_order_relaxed) == present) mine.culprit.store(culprit, std::memory_order_relaxed);
@@ -52,6 +56,9 @@ void Failure::tell(Fate fate, int culprit) {
   mine.fate.compare_exchange_strong(present, fate, std::memory_order_seq_cst);
   // The error is known to the node before this rank's caller uses its memory again.
   std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+void Failure::ring() {
   for (int r = 0; r < topology_.local_size(); ++r) {
     bells_[r].ring();
     callers_[r].ring();

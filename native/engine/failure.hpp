@@ -44,7 +44,8 @@ class Failure {
  private:
   friend class Lookout;
   [[noreturn]] void rethrow() const;
-  void tell(Fate fate, int culprit);
+  void write(Fate fate, int culprit);
+  void ring();
   bool all_present() const;
   const Bell* bell_of(int rank) const;  // null: on another node
   bool has_died(int rank) const;
