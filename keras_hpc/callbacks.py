@@ -21,7 +21,8 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
     all variables; each rank's seeds, statistics, metrics and waiting gradients; averages that pipelined teams hold
     back, and the position in their schedules; the random states of Python, NumPy, Keras and PyTorch; the order of the
     data and the position in it; the history; and what EarlyStopping, ReduceLROnPlateau, ModelCheckpoint and
-    SwapEMAWeights remember, or a callback of your own with `get_state()`, for JSON, and `set_state(state)`.
+    SwapEMAWeights remember, or a callback of your own with `get_state()`, for JSON, and `set_state(state)`. The keys of
+    a dictionary that it returns are always the same: a file that holds others is refused.
 
     Of `tf.data`, whose order its seeds fix, the batches that were trained on are read again and dropped; so are those
     of data that a rank reads itself (`init(shard=False)`), whatever they hold then. Not saved is what only your code

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that stops and goes on from its checkpoint ends with the bits of one that does not."""
 
+import json
 import os
 import resource
 import shutil
@@ -268,6 +269,79 @@ def test_damaged_checkpoints(folder):
     job().teams[0].barrier()
     with pytest.raises(OSError, match="All checkpoints are damaged"):
         trained(folder)
+
+
+class Notes(keras.callbacks.Callback):
+    """Remembers as its user wrote it: whatever it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seen += 1
+
+    def get_state(self):
+        return {"seen": self.seen}
+
+    def set_state(self, state):
+        self.__dict__.update(state)
+
+
+def rewritten(folder, change):
+    """Changes what the newest checkpoint says of callbacks, check sums included, as somebody with a grudge can."""
+    if job().rank == 0:
+        path = Path(folder, max(os.listdir(folder)), "manifest.json")
+        manifest = json.loads(path.read_text())
+        states = dict(manifest["facts"]["callbacks"])
+        change(states)
+        manifest["facts"]["callbacks"] = list(states.items())
+        manifest["facts_crc32"] = storage._crc(manifest["facts"])
+        path.write_text(json.dumps(manifest))
+    job().teams[0].barrier()
+
+
+@only_on("torch")
+@enough_on("torch")
+@pytest.mark.parametrize(
+    ("name", "state", "said"),
+    [
+        ("EarlyStopping 1", {"patience": 9}, r"EarlyStopping 1 .*Received: \['patience'\]"),
+        ("EarlyStopping 1", {"model": None, "wait": 0}, r"Received: \['model'\]"),
+        ("EarlyStopping 1", {"wait": "two"}, "`wait` of EarlyStopping 1 .*a number, or nothing. Received: two"),
+        ("EarlyStopping 1", {"best_weights": [{"array": -1}]}, "`best_weights` .*a list of arrays"),
+        ("EarlyStopping 1", [1], "no dictionary. Received: list"),
+        ("LambdaCallback 1", {"on_epoch_end": None}, r"Received: \['on_epoch_end'\]"),
+        ("Notes 1", {"seen": 1, "on_epoch_end": 0}, r"Notes 1 .*\['seen'\]. Received: \['on_epoch_end'\]"),
+    ],
+)
+def test_a_manifest_sets_only_what_callbacks_save(folder, name, state, said):
+    def callbacks():
+        stopping = keras.callbacks.EarlyStopping("loss", patience=3, restore_best_weights=True)
+        return [stopping, Notes(), keras.callbacks.LambdaCallback()]
+
+    trained(folder, callbacks=callbacks())
+    given = callbacks()
+    trained(folder, callbacks=given)  # goes on at the end
+    assert (given[0].best_epoch, given[1].seen) == (0, 1)
+    assert given[0].best < 9
+    rewritten(folder, lambda states: states.update({name: state}))
+    given = callbacks()
+    with pytest.raises(ValueError, match=said):
+        trained(folder, callbacks=given)
+    assert given[1].seen == 0, "nothing is put back"
+
+
+@only_on("torch")
+@enough_on("torch")
+def test_a_state_that_one_rank_alone_refuses(folder):
+    only = [Notes()] if job().rank == 0 else []
+    trained(folder, callbacks=only)
+    rewritten(folder, lambda states: states.update({"Notes 1": {"model": 1}}))
+    only = [Notes()] if job().rank == 0 else []
+    expected = ValueError if only else keras_hpc.PlanMismatchError
+    with pytest.raises(expected, match="Notes 1 holds what the callback does not save"):
+        trained(folder, callbacks=only)
 
 
 @only_on("torch")

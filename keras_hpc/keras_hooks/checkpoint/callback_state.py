@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callbacks remember from epoch to epoch. Keras has no protocol for it: its own are known by their attributes."""
+"""What callbacks remember from epoch to epoch. Keras has no protocol for it: its own are known by their attributes.
+
+What a file says is put back only where this callback would have saved it, and of the kind that it saves: who can write
+the file cannot set anything else of a callback.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-_COUNTED = ("_batches_seen_since_last_saving", "_last_batch_seen")
+_NUMBER, _WEIGHTS = "a number, or nothing", "a list of arrays, or nothing"
+_COUNTED = {"_batches_seen_since_last_saving": _NUMBER, "_last_batch_seen": _NUMBER}
 _ATTRIBUTES = {
-    keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
-    keras.callbacks.ReduceLROnPlateau: ("best", "wait", "cooldown_counter"),
-    keras.callbacks.ModelCheckpoint: ("best", *_COUNTED),
-    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.EarlyStopping: {
+        **dict.fromkeys(("wait", "stopped_epoch", "best", "best_epoch"), _NUMBER),
+        "best_weights": _WEIGHTS,
+    },
+    keras.callbacks.ReduceLROnPlateau: dict.fromkeys(("best", "wait", "cooldown_counter"), _NUMBER),
+    keras.callbacks.ModelCheckpoint: {"best": _NUMBER, **_COUNTED},
+    keras.callbacks.SwapEMAWeights: {"_ema_weights_in_model": _NUMBER},
 }
 
 
@@ -35,16 +44,20 @@ def take(callbacks: Any) -> tuple[list[Any], list[np.ndarray]]:
 
     states = []
     for name, callback in _named(callbacks):
-        if hasattr(callback, "get_state") and hasattr(callback, "set_state"):
+        if _has_own_state(callback):
             states.append([name, callback.get_state()])
         else:
-            values = {attribute: packed(getattr(callback, attribute, None)) for attribute in _attributes(callback)}
-            states.append([name, values])
+            kept = [attribute for attribute in _attributes(callback) if hasattr(callback, attribute)]
+            states.append([name, {attribute: packed(getattr(callback, attribute)) for attribute in kept}])
     return [state for state in states if state[1]], arrays
 
 
 def put_back(callbacks: Any, states: list[Any], arrays: list[np.ndarray]) -> None:
-    """Lets callbacks remember what `take` returned. Those that this rank does not have are left out."""
+    """Let callbacks remember what `take` returned. Those that this rank does not have are left out.
+
+    Raises:
+        ValueError: a state holds what its callback does not save. No callback has been changed then.
+    """
 
     def unpacked(value: Any) -> Any:
         if isinstance(value, list):
@@ -52,15 +65,58 @@ def put_back(callbacks: Any, states: list[Any], arrays: list[np.ndarray]) -> Non
         return arrays[value["array"]] if isinstance(value, dict) else value
 
     known = dict(states)
-    for name, callback in _named(callbacks):
-        if name not in known:
+    found = [(name, callback, known[name]) for name, callback in _named(callbacks) if name in known]
+    for name, callback, state in found:
+        _check(name, callback, state, len(arrays))
+    for _, callback, state in found:
+        if _has_own_state(callback):
+            callback.set_state(state)
             continue
-        if hasattr(callback, "set_state"):
-            callback.set_state(known[name])
-            continue
-        for attribute in _attributes(callback):  # and no other that somebody has put into the file
-            if attribute in known[name]:
-                setattr(callback, attribute, unpacked(known[name][attribute]))
+        for attribute, value in state.items():
+            setattr(callback, attribute, unpacked(value))
+
+
+def _check(name: str, callback: Any, state: Any, arrays: int) -> None:
+    kinds = _attributes(callback)
+    if _has_own_state(callback):
+        now = callback.get_state()
+        if isinstance(state, dict) and isinstance(now, dict):
+            _refuse_others(name, state, list(now))
+        return
+    if not isinstance(state, dict):
+        raise ValueError(f"The checkpoint's state of {name} is no dictionary. Received: {type(state).__name__}")
+    _refuse_others(name, state, [attribute for attribute in kinds if hasattr(callback, attribute)])
+    for attribute, value in state.items():
+        fits = value is None or (
+            isinstance(value, (int, float))
+            if kinds[attribute] is _NUMBER
+            else isinstance(value, list) and all(_is_array(item, arrays) for item in value)
+        )
+        if not fits:
+            raise ValueError(
+                f"`{attribute}` of {name} in the checkpoint is not what the callback saves. Expected "
+                f"{kinds[attribute]}. Received: {str(value)[:100]}"
+            )
+
+
+def _refuse_others(name: str, state: dict[str, Any], expected: Sequence[str]) -> None:
+    others = sorted(set(state) - set(expected))
+    if others:
+        raise ValueError(
+            f"The checkpoint's state of {name} holds what the callback does not save (the keys of a `get_state()` are "
+            f"always the same). Expected some of {sorted(expected)}. Received: {others}"
+        )
+
+
+def _is_array(item: Any, arrays: int) -> bool:
+    """Whether an item of a list of weights is one: those without axes are numbers."""
+    if isinstance(item, dict):
+        return list(item) == ["array"] and type(item["array"]) is int and 0 <= item["array"] < arrays
+    return isinstance(item, (int, float))
+
+
+def _has_own_state(callback: Any) -> bool:
+    return hasattr(callback, "get_state") and hasattr(callback, "set_state")
 
 
 def _named(callbacks: Any) -> list[tuple[str, Any]]:
@@ -73,5 +129,6 @@ def _named(callbacks: Any) -> list[tuple[str, Any]]:
     return named
 
 
-def _attributes(callback: Any) -> tuple[str, ...]:
-    return next((names for kind, names in _ATTRIBUTES.items() if isinstance(callback, kind)), ())
+def _attributes(callback: Any) -> dict[str, str]:
+    """The attributes that are saved of a callback, with their kinds."""
+    return next((names for kind, names in _ATTRIBUTES.items() if isinstance(callback, kind)), {})

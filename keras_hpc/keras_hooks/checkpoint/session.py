@@ -20,6 +20,7 @@ import numpy as np
 
 from keras_hpc import callbacks as ours
 from keras_hpc.job import current, log
+from keras_hpc.job.plan import dtype_of
 from keras_hpc.keras_hooks import building, delayed, running
 from keras_hpc.keras_hooks.checkpoint import callback_state, position, snapshot, stop_signals, storage
 
@@ -108,7 +109,10 @@ class Session:
         if history is not None:
             history.history = {name: list(values) for name, values in facts["history"].items()}
             history.epoch = list(facts["epochs"])
-        callback_state.put_back(callbacks, facts["callbacks"], self._shared_arrays(facts["callback_arrays"]))
+        arrays = self._shared_arrays(facts["callback_arrays"])
+        with self.team.telling("Checkpoint: what callbacks remember"):
+            callback_state.put_back(callbacks, facts["callbacks"], arrays)
+        self.team.meet("Checkpoint: what callbacks remember")
         self._plan_schedule(callbacks)
         if self._position is None:
             self._found = None
@@ -209,7 +213,7 @@ class Session:
         assert self._found is not None  # noqa: S101
         arrays = self._found[1]
         raw = [snapshot.share(self.team, arrays.get(f"callback{i}")) for i in range(len(specs))]
-        return [a.copy().view(name).reshape(shape) for a, (name, shape) in zip(raw, specs, strict=True)]
+        return [a.copy().view(dtype_of(name)).reshape(shape) for a, (name, shape) in zip(raw, specs, strict=True)]
 
     def _build(self) -> None:
         """Build model, metrics and optimizer where Keras does it in the first step only, which is on TensorFlow."""
