@@ -6,11 +6,11 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
-#include <new>
 #include <string>
 #include <utility>
 
 #include "common/error.hpp"
+#include "common/index.hpp"
 #include "engine/team.hpp"
 
 namespace keras_hpc {
@@ -22,11 +22,10 @@ constexpr auto kNap = std::chrono::microseconds(10);  // between two looks at wh
 constexpr auto kSlice = std::chrono::milliseconds(900);
 constexpr double kDrainSeconds = 10;
 
-std::shared_ptr<std::byte> pages(size_t nbytes) {
-  constexpr size_t page = 4096;
-  void* memory = std::aligned_alloc(page, (nbytes + page - 1) / page * page);
-  if (memory == nullptr) throw std::bad_alloc();
-  return {static_cast<std::byte*>(memory), [](std::byte* p) { std::free(p); }};
+Timeout late(const Team& team, const std::string& plan, const char* what) {
+  return Timeout("The GPU of rank " + std::to_string(team.topology().rank) + " has not " + what + " (" + plan +
+                 ") after " + std::to_string(static_cast<int>(team.time_limit())) +
+                 " s, the time limit. Is it hung, or does something else use it?");
 }
 
 }  // namespace
@@ -37,10 +36,10 @@ DevicePlan::DevicePlan(Team& team, Plan& plan, Pipeline* pipeline, int ordinal)
       pipeline_(pipeline),
       device_(ordinal),
       memory_(plan.memory()),
-      own_(pipeline == nullptr ? nullptr : pages(plan.layout().nbytes())),
+      own_(pipeline == nullptr ? nullptr : device::pages(plan.layout().nbytes())),
       places_(pipeline == nullptr ? memory_.get() : own_.get()),
       nbytes_(plan.layout().nbytes()),
-      weight_place_(pages(sizeof(double))),
+      weight_place_(device::pages(sizeof(double))),
       out_(std::make_unique<device::Stream>(device_)),
       in_(std::make_unique<device::Stream>(device_)),
       back_(std::make_unique<device::Event>(device_)) {
@@ -80,14 +79,26 @@ void DevicePlan::begin(int tensor) {
   if (started_ == 0) back_->make_wait(out_->handle());  // places are free when the last step's means have left them
   of(tensor).started = true;
   ++started_;
+  moved_at_ = Clock::now();
+}
+
+// An error is the team's.
+template <class Caught, class F>
+void DevicePlan::guarded(F&& f) {
+  try {
+    f();
+  } catch (const Caught&) {
+    fail(std::current_exception());
+    drain();
+    throw;
+  }
 }
 
 void DevicePlan::start_on(int tensor, device::Pointer data, const DeviceWeight& weight, device::StreamHandle stream) {
   const Current current(device_);
-  if (nbytes(tensor) > 0)
-    device_.check_owns(data, "Tensor '" + plan_.tensors()[static_cast<size_t>(tensor)].name + "'");
+  if (nbytes(tensor) > 0) device_.check_owns(data, "Tensor '" + plan_.tensors()[at(tensor)].name + "'");
   const device::Api& api = device_.api();
-  try {
+  guarded<device::DriverError>([&] {
     const std::lock_guard lock(mutex_);
     begin(tensor);
     Tensor& t = of(tensor);
@@ -104,40 +115,44 @@ void DevicePlan::start_on(int tensor, device::Pointer data, const DeviceWeight& 
       device_.check(api.copy_to_host(place(tensor), data, nbytes(tensor), out_->handle()), "cuMemcpyDtoHAsync");
     t.arrived.record(out_->handle());
     on_their_way_.push_back(tensor);
-  } catch (const device::DriverError&) {
-    fail(std::current_exception());
-    drain();
-    throw;
-  }
+  });
   changed_.notify_all();
 }
 
 void DevicePlan::start(int tensor, const void* data, double weight) {
   const Current current(device_);
-  {
+  guarded<device::DriverError>([&] {
     const std::lock_guard lock(mutex_);
     begin(tensor);
     if (started_ == 1) weight_ = {weight};
     of(tensor).data = 0;
+  });
+  guarded([&] {
     await_copies_back();
-  }
-  if (nbytes(tensor) > 0 && data == nullptr)
-    std::memset(place(tensor), 0, nbytes(tensor));
-  else if (nbytes(tensor) > 0 && data != place(tensor))
-    std::memcpy(place(tensor), data, nbytes(tensor));
-  try {
+    if (nbytes(tensor) > 0 && data == nullptr)
+      std::memset(place(tensor), 0, nbytes(tensor));
+    else if (nbytes(tensor) > 0 && data != place(tensor))
+      std::memcpy(place(tensor), data, nbytes(tensor));
     start_in_plan(tensor);
-  } catch (const std::exception&) {
-    fail(std::current_exception());
-    drain();
-    throw;
-  }
+  });
   changed_.notify_all();
+}
+
+// Until the device has done what it was given, as long as the team waits for other ranks.
+template <class Ready>
+void DevicePlan::await(Ready&& ready, const char* what) {
+  for (const auto begin = Clock::now(); !ready(); std::this_thread::sleep_for(kNap)) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (error_) std::rethrow_exception(error_);
+    }
+    if (seconds_since(begin) > team_.time_limit()) throw late(team_, plan_.what(), what);
+  }
 }
 
 // The host is about to write where the last step's means may still be copied from. Normally they have long left.
 void DevicePlan::await_copies_back() {
-  while (!back_->is_over()) std::this_thread::sleep_for(kNap);
+  await([this] { return back_->is_over(); }, "copied the last step's means");
 }
 
 void DevicePlan::wait_on(device::StreamHandle stream) {
@@ -157,7 +172,9 @@ void DevicePlan::wait_on(device::StreamHandle stream) {
     lock.lock();
   }
   throw_if_failed();
-  back_->make_wait(stream);
+  lock.unlock();
+  guarded([&] { back_->make_wait(stream); });
+  lock.lock();
   for (const auto& tensor : tensors_) tensor->started = tensor->in_plan = false;
   started_ = in_plan_ = back_count_ = 0;
   over_ = false;
@@ -170,33 +187,33 @@ void DevicePlan::second_on(const std::vector<device::Pointer>& data, device::Str
     const std::lock_guard lock(mutex_);
     throw_if_failed();
   }
-  try {
+  guarded([&] {
     await_copies_back();
     for (int t = 0; t < count(); ++t) {
       pipeline_->second(t, place(t));
-      const device::Pointer to = data[static_cast<size_t>(t)];
+      const device::Pointer to = data[at(t)];
       if (nbytes(t) > 0 && to != 0)
         device_.check(device_.api().copy_to_device(to, place(t), nbytes(t), in_->handle()), "cuMemcpyHtoDAsync");
     }
     back_->record(in_->handle());
     back_->make_wait(stream);
-  } catch (const std::exception&) {
-    fail(std::current_exception());
-    drain();
-    throw;
-  }
+  });
 }
 
 void DevicePlan::write_updates(device::Pointer to, device::StreamHandle stream) {
   const Current current(device_);
   const int updates = pipeline_ == nullptr ? 1 : pipeline_->updates();
-  device_.check(device_.api().set_words(to, static_cast<unsigned>(updates), 1, stream), "cuMemsetD32Async");
+  guarded([&] {
+    device_.check(device_.api().set_words(to, static_cast<unsigned>(updates), 1, stream), "cuMemsetD32Async");
+  });
 }
 
 void DevicePlan::finish() {
   const Current current(device_);
-  back_->record(nullptr);
-  await_copies_back();
+  guarded([&] {
+    back_->record(nullptr);
+    await([this] { return back_->is_over(); }, "come to the end of the step");
+  });
 }
 
 // ---- the courier
@@ -214,11 +231,21 @@ void DevicePlan::serve() {
       }
       team_.throw_if_failed();
       const bool arrived = take_arrivals();
-      if (!give_back() && !arrived) std::this_thread::sleep_for(kNap);
+      const bool given_back = give_back();
+      look_at_device(arrived || given_back);
+      if (!arrived && !given_back) std::this_thread::sleep_for(kNap);
     }
   } catch (const std::exception&) {
     fail(std::current_exception());
   }
+}
+
+// Once the caller has started all tensors, all that is missing is what the device has not computed or copied yet.
+void DevicePlan::look_at_device(bool moved) {
+  const std::lock_guard lock(mutex_);
+  if (moved || started_ < count() || on_their_way_.empty()) moved_at_ = Clock::now();
+  if (seconds_since(moved_at_) > team_.time_limit())
+    throw late(team_, plan_.what(), ("computed '" + plan_.tensors()[at(on_their_way_.front())].name + "'").c_str());
 }
 
 // What has come from the device, in the order in which it was sent, starts in the plan.

@@ -52,7 +52,8 @@ class DevicePlan final : public Attendant {
   // A tensor on the host, whose mean is in the plan's memory after wait_on; null: zeros.
   void start(int tensor, const void* data, double weight);
   // Once all tensors have been started: blocks until all are reduced. What is given to the stream from then on finds
-  // the means. After an error nothing of ours reads or writes the tensors any more.
+  // the means. After an error nothing of ours reads or writes the tensors any more. No wait for the device is longer
+  // than the team's limit.
   void wait_on(device::StreamHandle stream);
   // What the second update of a pipelined step applies, as Pipeline::second.
   void second_on(const std::vector<device::Pointer>& data, device::StreamHandle stream);
@@ -85,7 +86,12 @@ class DevicePlan final : public Attendant {
   bool give_back();
   void start_in_plan(int tensor);
   double weight_now() const;
+  template <class Ready>
+  void await(Ready&& ready, const char* what);
   void await_copies_back();
+  void look_at_device(bool moved);
+  template <class Caught = std::exception, class F>
+  void guarded(F&& f);
   void fail(std::exception_ptr error);
   void drain() noexcept;
   void throw_if_failed();
@@ -110,7 +116,8 @@ class DevicePlan final : public Attendant {
   int started_ = 0, in_plan_ = 0;
   int back_count_ = 0;  // the tensors before it are on their way back
   DeviceWeight weight_;
-  bool over_ = false;  // all are on their way back
+  Clock::time_point moved_at_;  // when something last happened in this step
+  bool over_ = false;           // all are on their way back
   std::exception_ptr error_;
   std::atomic<bool> stopping_{false};
   std::thread courier_;

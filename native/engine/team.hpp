@@ -65,6 +65,7 @@ class Team {
   int threads() const { return options_.threads; }
   // Of waits that begin from now on. Not while others wait.
   void set_time_limit(double seconds);
+  double time_limit() const { return options_.timeout_seconds; }
 
   // Collective; throws PlanMismatch on every rank if the lists differ. The plan lives until end_plan, or as long as the
   // team.
