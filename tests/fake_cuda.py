@@ -14,9 +14,10 @@ _SOURCES = Path(__file__).parent / "native"
 ORDERS = ["out waits for ready", "out waits for back", "caller waits for back", "queries"]
 
 
-def build(folder: Path) -> Path:
-    """Compile libcuda.so.1 into a folder."""
-    return _compile("fake_cuda", folder / "libcuda.so.1", "-Wl,-soname,libcuda.so.1")
+def build(folder: Path, without: str = "") -> Path:
+    """Compile libcuda.so.1 into a folder, or one that lacks a function."""
+    options = ["-Wl,-soname,libcuda.so.1", *([f"-D{without}=not_there"] if without else [])]
+    return _compile("fake_cuda", folder / "libcuda.so.1", *options)
 
 
 def build_for_tensorflow(folder: Path) -> Path:
@@ -43,6 +44,7 @@ def driver() -> ctypes.CDLL:
     fake.fake_allocate.restype = ctypes.c_uint64
     fake.fake_allocate.argtypes = [ctypes.c_size_t, ctypes.c_int]
     fake.fake_free.argtypes = [ctypes.c_uint64]
+    fake.fake_hang.argtypes = [ctypes.c_void_p, ctypes.c_int]
     fake.fake_destroy_stream.argtypes = [ctypes.c_void_p]
     fake.fake_write.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t]
     fake.fake_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t]

@@ -336,6 +336,107 @@ def test_a_rank_that_does_not_come_is_an_error_in_time(fake):
     assert "Missing, as far as this rank sees: rank 0" in run([0, 0], work, timeout=1.0)[1]
 
 
+@pytest.mark.parametrize("where", ["kernel", "copies back"])
+def test_a_gpu_that_hangs_is_an_error_in_time(where, fake):
+    """Of the rank that has it, which says so; the other one hears of it."""
+
+    def work(team, rank):
+        plan = team.plan("x", [("a", "float32", 100), ("b", "float32", 1)], "mean", False, in_segment=True)
+        plan.open_device(0)
+        stream, tensor = Stream(), Tensor(np.zeros(100, np.float32))
+        begin = time.monotonic()
+        if rank == 0:
+            fake.fake_hang(stream.handle if where == "kernel" else None, 1)
+            # As a GPU that is reset: what waits for it, waits for its own copies first, and the test for that.
+            threading.Timer(2.5, lambda: fake.fake_hang(None, 0)).start()
+        team.barrier()
+
+        def go_on():
+            for _ in range(2):
+                tensor.write(stream, np.zeros(100, np.float32))
+                plan.start_on(0, tensor.address, tensor.nbytes, 1.0, stream.handle)
+                plan.start_beside(1, as_bytes(np.zeros(1, np.float32)), 1.0)
+                plan.wait_on(stream.handle)
+
+        with pytest.raises(_native.Error) as error:
+            go_on()
+        assert 0.9 < time.monotonic() - begin < 8
+        team.close()
+        stream.close()
+        tensor.free()
+        return str(error.value)
+
+    said = "has not computed 'a'" if where == "kernel" else "has not copied the last step's means"
+    texts = run([0, 0], work, timeout=1.0)
+    assert f"The GPU of rank 0 {said}" in texts[0] or where == "copies back", texts
+    assert any(said in text for text in texts), texts
+
+
+def test_a_call_of_its_own(fake):
+    """keras_hpc.allreduce of a tensor on a GPU: after what its stream does, and before what it does next."""
+
+    def work(team, rank):
+        stream = Stream()
+        found = []
+        for count in (1000, 10, 50_000):
+            tensor = Tensor(np.empty(count, np.float32))
+            for number in range(3):
+                tensor.write(stream, np.full(count, 1.0 + rank + number, np.float32))
+                team_allreduce(team, tensor, "mean", stream)
+                found.append(tensor.read(stream))
+            tensor.free()
+        stream.close()
+        return found
+
+    for found in run([0, 0, 1], work):
+        for place, array in enumerate(found):
+            assert (array == 2.0 + place % 3).all()
+    assert fake.fake_calls(b"cuMemHostRegister") == 6  # pinned for the largest so far, and kept
+
+
+def team_allreduce(team, tensor, op, stream):
+    _native.allreduce_on(team, 0, tensor.address, "float32", op, "x", [tensor.size], stream.handle)
+
+
+@pytest.mark.parametrize("call", ["cuMemHostRegister", "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuEventQuery"])
+def test_a_call_of_its_own_that_fails(call, fake):
+    def work(team, rank):
+        stream, tensor = Stream(), Tensor(np.zeros(100, np.float32))
+        tensor.write(stream, np.full(100, rank, np.float32))
+        if rank == 0:
+            with pytest.raises(_native.Error, match="What is to be reduced is not in a GPU's memory"):
+                _native.allreduce_on(team, 0, 64, "float32", "sum", "x", [100], stream.handle)
+            fake.fake_fail(call.encode(), 0)
+        team.barrier()
+        text = ""
+        try:
+            team_allreduce(team, tensor, "sum", stream)
+            assert (tensor.read(stream) == 1).all()
+            team.barrier()  # a result that is not on its way back is an error after the other rank has its own
+        except _native.Error as error:
+            text = str(error)
+        team.close()
+        stream.close()
+        tensor.free()
+        return text
+
+    texts = run([0, 0], work)
+    if call == "cuMemHostRegister":
+        assert texts == ["", ""], "memory that is not pinned serves, too"
+    else:
+        assert sorted(text == f"The GPU's driver: {call} failed with CUDA_ERROR_UNKNOWN." for text in texts) == [0, 1]
+        assert all(texts)
+
+
+def test_speeds(fake):
+    fake.fake_reset(2, 0)
+    assert all(speed > 0 for speed in _native.device_speeds(1, 1 << 20))
+    fake.fake_fail(b"cuMemAlloc", 0)
+    with pytest.raises(_native.Error, match="cuMemAlloc failed"):
+        _native.device_speeds(0, 1 << 20)
+    assert _native.pinned_bytes() == 0
+
+
 def test_closing_ends_a_wait(fake):
     everyone = threading.Barrier(2)
 

@@ -139,6 +139,11 @@ def allreduce(team: Any, x: Any, op: str, what: str) -> torch.Tensor:
         op: "mean", "sum", "min", "max" or "product".
         what: a name of the call, the same on all ranks.
     """
+    if (device := device_of([x])) >= 0:
+        result = x.detach().clone(memory_format=torch.contiguous_format)
+        name = str(x.dtype).removeprefix("torch.")
+        team.allreduce_on(device, result.data_ptr(), result.shape, name, op, what, stream_of(device))
+        return result
     copy = x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     team.allreduce(view(copy), op, what)
     return copy.to(x.device)

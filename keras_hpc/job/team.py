@@ -113,6 +113,25 @@ class Team:
         self._settle()
         self.native.allreduce(bytes_of(array), name_of(array.dtype), op, what=what, shape=array.shape)
 
+    def allreduce_on(
+        self, device: int, address: int, shape: Sequence[int], dtype: str, op: str, what: str, stream: int
+    ) -> None:
+        """Reduce contiguous memory of a GPU over all ranks, in place, after what a stream has been given. Collective.
+
+        Blocks the host until the result is on its way back; what the stream is given from then on finds it.
+
+        Args:
+            device: the GPU's number among those that this process sees.
+            address: of the array, of `shape` and `dtype`, as for `allreduce`.
+            shape: of the array.
+            dtype: its name.
+            op: as for `allreduce`.
+            what: a name of this call, the same on all ranks.
+            stream: the handle of a stream of the framework.
+        """
+        self._settle()
+        _native.allreduce_on(self.native, device, address, dtype, op, what, list(shape), stream)
+
     def broadcast(self, array: np.ndarray, root: int = 0, what: str = "broadcast") -> None:
         """Copy the root's array to all ranks, in place. Collective.
 

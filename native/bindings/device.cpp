@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "device/device_call.hpp"
 #include "device/device_plan.hpp"
 
 namespace keras_hpc {
@@ -96,6 +97,18 @@ void bind_device(nb::module_& m, nb::class_<PyPlan>& plan) {
           "addresses"_a, "stream"_a, "Address 0: a tensor that is not wanted.");
 
   m.def(
+      "allreduce_on",
+      [](const PyTeam& owner, int ordinal, uintptr_t address, const std::string& dtype, const std::string& op,
+         const std::string& what, const std::vector<int64_t>& shape, uintptr_t stream) {
+        const auto team = owner.get();
+        WithoutGil()([&] {
+          allreduce_on(team, ordinal, address, parse_dtype(dtype), parse_op(op), what, shape, stream_of(stream));
+        });
+      },
+      "team"_a, "ordinal"_a, "address"_a, "dtype"_a, "op"_a, "what"_a, "shape"_a, "stream"_a,
+      "Team.allreduce of contiguous memory of a GPU, in place: what the stream is given from then on finds the "
+      "result.");
+  m.def(
       "visible_devices",
       [] {
         std::vector<std::tuple<std::string, std::string, std::string>> rows;
@@ -103,6 +116,15 @@ void bind_device(nb::module_& m, nb::class_<PyPlan>& plan) {
         return rows;
       },
       "(name, uuid, bus id) of all GPUs that this process sees; none without a driver.");
+  m.def(
+      "device_speeds",
+      [](int ordinal, size_t nbytes) {
+        const nb::gil_scoped_release released;
+        const device::Speeds speeds = device::measure_speeds(ordinal, nbytes);
+        return std::make_tuple(speeds.to_host, speeds.to_device);
+      },
+      "ordinal"_a, "nbytes"_a, "Bytes per second from a GPU to pinned memory, and back, in copies of so many bytes.");
+  m.def("pinned_bytes", &device::pinned_bytes, "Memory of this process that is pinned for GPUs.");
   m.def(
       "device_driver_version",
       [] {

@@ -44,6 +44,8 @@ struct Uuid {
   X(destroy_event, "cuEventDestroy_v2", Result(EventHandle))                                            \
   X(record_event, "cuEventRecord", Result(EventHandle, StreamHandle))                                   \
   X(query_event, "cuEventQuery", Result(EventHandle))                                                   \
+  X(allocate, "cuMemAlloc_v2", Result(Pointer*, size_t))                                                \
+  X(free, "cuMemFree_v2", Result(Pointer))                                                              \
   X(pin, "cuMemHostRegister_v2", Result(void*, size_t, unsigned flags))                                 \
   X(unpin, "cuMemHostUnregister", Result(void*))                                                        \
   X(copy_to_host, "cuMemcpyDtoHAsync_v2", Result(void* to, Pointer from, size_t, StreamHandle))         \

@@ -82,7 +82,7 @@ int khpc_allreduce_on(int team, int device, void* data, const int64_t* shape, in
                       const char* op, const char* what, void* stream) {
   return guarded(
       [&]() -> int {
-        allreduce_on(*registry::team(team), device, pointer_of(data), parse_dtype(text(dtype, "dtype")),
+        allreduce_on(registry::team(team), device, pointer_of(data), parse_dtype(text(dtype, "dtype")),
                      parse_op(text(op, "op")), text(what, "what"), {shape, shape + rank}, stream_of(stream));
         return KHPC_OK;
       },

@@ -1,13 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/device.hpp"
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "common/waiting.hpp"
 
 namespace keras_hpc::device {
 namespace {
 
 constexpr size_t kPage = 4096;
+
+std::atomic<size_t> all_pinned{0};
 
 const Api& driver_or_throw() {
   const Api* found = driver();
@@ -134,16 +143,72 @@ bool Stream::is_idle() const {
   return result == 0;
 }
 
+std::shared_ptr<std::byte> pages(size_t nbytes) {
+  void* memory = std::aligned_alloc(kPage, (nbytes + kPage - 1) / kPage * kPage);
+  if (memory == nullptr) throw std::bad_alloc();
+  return {static_cast<std::byte*>(memory), [](std::byte* p) { std::free(p); }};
+}
+
 Pinned::Pinned(const Device& device, std::byte* data, size_t nbytes) : device_(device) {
   const auto address = reinterpret_cast<uintptr_t>(data);
   begin_ = data - address % kPage;
-  const size_t whole = (address % kPage + nbytes + kPage - 1) / kPage * kPage;
+  nbytes_ = (address % kPage + nbytes + kPage - 1) / kPage * kPage;
   const Current current(device_);
-  device_.check(device_.api().pin(begin_, whole, kPortable), "cuMemHostRegister");
+  device_.check(device_.api().pin(begin_, nbytes_, kPortable), "cuMemHostRegister");
+  all_pinned += nbytes_;
 }
 
 Pinned::~Pinned() {
   device_.api().unpin(begin_);
+  all_pinned -= nbytes_;
+}
+
+size_t pinned_bytes() {
+  return all_pinned;
+}
+
+Buffer::Buffer(const Device& device, size_t nbytes) : device_(device), nbytes_(nbytes) {
+  const Current current(device_);
+  device_.check(device_.api().allocate(&data_, nbytes), "cuMemAlloc");
+}
+
+Buffer::~Buffer() {
+  ContextHandle before = nullptr;
+  if (device_.api().push_context(device_.context_) != 0) return;
+  device_.api().free(data_);
+  device_.api().pop_context(&before);
+}
+
+Speeds measure_speeds(int ordinal, size_t nbytes) {
+  constexpr int copies = 4, times = 3;
+  constexpr double limit_seconds = 10;
+  const Device device(ordinal);
+  const Current current(device);
+  const std::shared_ptr<std::byte> host = pages(nbytes);
+  std::memset(host.get(), 0, nbytes);  // so that the pages are there
+  const Pinned pinned(device, host.get(), nbytes);
+  const Buffer buffer(device, nbytes);
+  const Stream stream(device);
+  Event event(device);
+  const auto best_of = [&](auto&& copy) {
+    double best = 0;
+    for (int time = 0; time <= times; ++time) {  // the first one warms up
+      const auto begin = Clock::now();
+      for (int i = 0; i < copies; ++i) copy();
+      event.record(stream.handle());
+      while (!event.is_over())
+        if (seconds_since(begin) > limit_seconds) throw Timeout("The GPU does not do what it is given.");
+      if (time > 0) best = std::max(best, copies * static_cast<double>(nbytes) / seconds_since(begin));
+    }
+    return best;
+  };
+  const Api& api = device.api();
+  return {best_of([&] {
+            device.check(api.copy_to_host(host.get(), buffer.data(), nbytes, stream.handle()), "cuMemcpyDtoHAsync");
+          }),
+          best_of([&] {
+            device.check(api.copy_to_device(buffer.data(), host.get(), nbytes, stream.handle()), "cuMemcpyHtoDAsync");
+          })};
 }
 
 }  // namespace keras_hpc::device

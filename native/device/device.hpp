@@ -40,6 +40,7 @@ class Device {
 
  private:
   friend class Current;
+  friend class Buffer;
   const Api& api_;
   const int ordinal_;
   int device_ = 0;
@@ -91,6 +92,26 @@ class Stream {
   StreamHandle handle_ = nullptr;
 };
 
+// Memory of the device. Making and freeing it may wait for the device: not inside of a step.
+class Buffer {
+ public:
+  Buffer(const Device& device, size_t nbytes);
+  ~Buffer();
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  Pointer data() const { return data_; }
+  size_t nbytes() const { return nbytes_; }
+
+ private:
+  const Device& device_;
+  const size_t nbytes_;
+  Pointer data_ = 0;
+};
+
+// Whole pages of the host's memory, to be pinned. Throws std::bad_alloc.
+std::shared_ptr<std::byte> pages(size_t nbytes);
+
 // Memory of the host that the device reads and writes by itself, while the host goes on.
 class Pinned {
  public:
@@ -103,6 +124,16 @@ class Pinned {
  private:
   const Device& device_;
   std::byte* begin_;
+  size_t nbytes_;
 };
+// That this process has pinned.
+size_t pinned_bytes();
+
+// Bytes per second between a device and pinned memory of the host, of copies of so many bytes: the best of some.
+struct Speeds {
+  double to_host, to_device;
+};
+// Takes tens of milliseconds. Throws DriverError; Timeout if the device does not answer within seconds.
+Speeds measure_speeds(int ordinal, size_t nbytes);
 
 }  // namespace keras_hpc::device

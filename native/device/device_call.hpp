@@ -9,9 +9,10 @@
 
 namespace keras_hpc {
 
-// Collective; blocks. Team::allreduce of a tensor on a GPU, after what the stream has been given, through memory of the
-// host that is pinned for the call. Throws Error.
-void allreduce_on(Team& team, int ordinal, device::Pointer data, DType dtype, Op op, const std::string& what,
-                  const std::vector<int64_t>& shape, device::StreamHandle stream);
+// Collective. Team::allreduce of a tensor on a GPU, after what the stream has been given, through pinned memory of the
+// host that the team keeps for it. Blocks until the result is on its way back: what the stream is given from then on
+// finds it. Throws Error; one of the driver is the team's.
+void allreduce_on(const std::shared_ptr<Team>& team, int ordinal, device::Pointer data, DType dtype, Op op,
+                  const std::string& what, const std::vector<int64_t>& shape, device::StreamHandle stream);
 
 }  // namespace keras_hpc

@@ -28,7 +28,8 @@ std::map<uintptr_t, size_t> pinned;
 std::map<int, int> contexts;  // device: how often it was retained
 std::atomic<int> streams{0}, events{0};
 std::atomic<int> devices{1}, first_device{0};
-std::atomic<bool> any_pointer{false}, slow_back{false};
+std::atomic<bool> any_pointer{false}, slow_back{false}, hung{false}, back_hangs{false};
+std::atomic<bool> pageable{false};  // memory was not to be pinned: copies of other memory are no mistake then
 thread_local bool in_step = false;
 std::string failing, dropped;
 int failing_after = 0;
@@ -90,10 +91,14 @@ struct Event : fake::Event {
   bool on_own_stream = false;
 };
 
+void hang() {
+  while (hung) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
 int copy(const char* name, void* stream, std::byte* to, const std::byte* from, size_t n, const void* host,
          const void* device) {
   need_context(name);
-  if (!is_pinned(host, n)) die(std::string(name) + " of memory that is not pinned: it would wait");
+  if (!is_pinned(host, n) && !pageable) die(std::string(name) + " of memory that is not pinned: it would wait");
   if (device == nullptr) die(std::string(name) + " of memory that is not the device's");
   of(stream).push([=] { std::memcpy(to, from, n); });
   return 0;
@@ -108,7 +113,7 @@ EXPORT void fake_reset(int device_count, int delay) {
   devices = device_count;
   first_device = 0;
   fake::delay_us = delay;
-  any_pointer = slow_back = in_step = false;
+  any_pointer = slow_back = pageable = in_step = hung = back_hangs = false;
   failing = dropped = "";
   calls.clear();
 }
@@ -139,6 +144,12 @@ EXPORT void fake_drop(const char* what) {
 // Copies to the device take milliseconds.
 EXPORT void fake_slow_back(int yes) {
   slow_back = yes != 0;
+}
+// A kernel that does not end before fake_hang is called with 0; null: copies to the device do not.
+EXPORT void fake_hang(void* stream, int yes) {
+  hung = yes != 0;
+  back_hangs = hung && stream == nullptr;
+  if (hung && stream != nullptr) of(stream).push([] { hang(); });
 }
 EXPORT int fake_calls(const char* name) {
   const std::lock_guard lock(world);
@@ -304,8 +315,23 @@ EXPORT int cuEventQuery(void* event) {
   ENTER("cuEventQuery");
   return drops("queries") || static_cast<Event*>(event)->is_over() ? 0 : kNotReady;
 }
+EXPORT int cuMemAlloc_v2(uint64_t* pointer, size_t n) {
+  ENTER("cuMemAlloc", true);
+  need_context("cuMemAlloc");
+  *pointer = fake_allocate(n, current.back());
+  return 0;
+}
+EXPORT int cuMemFree_v2(uint64_t pointer) {
+  ENTER("cuMemFree", true);
+  need_context("cuMemFree");
+  fake_free(pointer);
+  return 0;
+}
 EXPORT int cuMemHostRegister_v2(void* data, size_t n, unsigned) {
-  ENTER("cuMemHostRegister", true);
+  if (const int error = enter("cuMemHostRegister", true); error != 0) {
+    pageable = true;
+    return error;
+  }
   need_context("cuMemHostRegister");
   const auto begin = reinterpret_cast<uintptr_t>(data);
   if (begin % 4096 != 0 || n % 4096 != 0) die("cuMemHostRegister of parts of pages");
@@ -325,6 +351,7 @@ EXPORT int cuMemcpyDtoHAsync_v2(void* host, uint64_t device, size_t n, void* str
 EXPORT int cuMemcpyHtoDAsync_v2(uint64_t device, const void* host, size_t n, void* stream) {
   ENTER("cuMemcpyHtoDAsync");
   std::byte* to = behind(device, n);
+  if (back_hangs) of(stream).push([] { hang(); });
   if (slow_back) of(stream).push([] { std::this_thread::sleep_for(std::chrono::milliseconds(5)); });
   return copy("cuMemcpyHtoDAsync", stream, to, static_cast<const std::byte*>(host), n, host, to);
 }
