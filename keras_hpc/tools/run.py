@@ -24,8 +24,9 @@ def add_command(commands: Any) -> None:
         help="start a script on several ranks",
         usage="python -m keras_hpc run [options] (SCRIPT | -m MODULE) [arguments of its own]",
         description="Starts a Python script on several ranks: with srun inside a Slurm allocation, else with the "
-        "mpiexec of the MPI library that mpi4py loads. mpiexec's ranks each get their share of the node's cores; srun "
-        "binds its own. Becomes the launcher, so signals and exit status are the launcher's.",
+        "mpiexec of the MPI library that mpi4py loads. mpiexec's ranks each get their share of the node's cores, and "
+        "where there are enough NVIDIA GPUs one of these and the cores beside it; srun binds its own. "
+        "Becomes the launcher, so signals and exit status are the launcher's.",
     )
     parser.add_argument("-n", "--ranks", type=_positive, metavar="N", help="ranks (default in Slurm: its tasks)")
     parser.add_argument(
@@ -41,7 +42,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--cores", type=_positive, metavar="N", help="cores of each rank (default: its share of the node)"
     )
-    parser.add_argument("--no-pin", action="store_true", help="leave cores to the launcher")
+    parser.add_argument("--no-pin", action="store_true", help="leave cores and GPUs to the launcher")
     parser.add_argument(
         "--threads", type=_positive, metavar="N", help="compute threads of each rank (default: by its cores)"
     )

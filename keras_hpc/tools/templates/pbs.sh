@@ -17,5 +17,6 @@ hosts=$(awk '!n[$1]++ { name[++k] = $1 } END { for (i = 1; i <= k; i++) printf "
 
 # Hosts are reached by ssh. Where that is not allowed: export HYDRA_LAUNCHER_EXEC=pbs_tmrsh (MPICH),
 # I_MPI_HYDRA_BOOTSTRAP_EXEC=pbs_tmrsh (Intel MPI), PRTE_MCA_plm_ssh_agent=pbs_tmrsh (Open MPI).
-# Gives each rank its cores, and sets OMP_NUM_THREADS to their number less one for the communication thread.
+# Gives each rank its cores, and sets OMP_NUM_THREADS to their number less one for the communication thread. Where there
+# is a GPU for each rank, it gets that, and the cores beside it.
 python -m keras_hpc run --hosts "$hosts" train.py

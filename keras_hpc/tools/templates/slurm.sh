@@ -8,7 +8,10 @@
 #SBATCH --ntasks-per-node=1
 # Cores of a rank: those of the node divided by its ranks.
 #SBATCH --cpus-per-task=32
+# A GPU for each rank, and the cores beside it: where a site binds them otherwise, init() chooses among all of a node
+# (--gpus-per-node instead of these two).
 ##SBATCH --gpus-per-task=1
+##SBATCH --gres-flags=enforce-binding
 ##SBATCH --exclusive
 # With callbacks.Checkpoint (the signal ends other programs): into the queue again after preemption or the failure of a
 # node, and by the end of this script when time is nearly over, of which SIGUSR1 warns the ranks 120 seconds before.
