@@ -1,0 +1,94 @@
+"""Our declarations of CUDA's driver are those of its own header, where that is here."""
+
+import importlib.util
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from launch import ROOT
+
+HEAD = """
+#include <%s>
+#include <type_traits>
+#include "device/api.hpp"
+using namespace keras_hpc::device;
+
+// What binary interfaces see: pointers are pointers, enumerations are int.
+template <class T>
+struct Seen {
+  using type = std::conditional_t<std::is_pointer_v<T>, void*, std::conditional_t<std::is_enum_v<T>, int, T>>;
+};
+template <>
+struct Seen<CUuuid> {
+  using type = Uuid;
+};
+template <class Function>
+struct Signature;
+template <class R, class... Arguments>
+struct Signature<R(Arguments...)> {
+  using type = typename Seen<R>::type(typename Seen<Arguments>::type...);
+};
+template <class A, class B>
+constexpr bool same = std::is_same_v<typename Signature<A>::type, typename Signature<B>::type>;
+#define TEXT(name) #name
+#define SYMBOL(name) TEXT(name)  // macros of the header give a name the symbol that programs are linked to
+constexpr bool equal(const char* a, const char* b) {
+  while (*a != 0 && *a == *b) ++a, ++b;
+  return *a == *b;
+}
+"""
+VALUES = """
+static_assert(kNotReady == CUDA_ERROR_NOT_READY && CUDA_SUCCESS == 0);
+static_assert(kNonBlockingStream == CU_STREAM_NON_BLOCKING && kNoTiming == CU_EVENT_DISABLE_TIMING);
+static_assert(kPortable == CU_MEMHOSTREGISTER_PORTABLE);
+static_assert(kMemoryType == CU_POINTER_ATTRIBUTE_MEMORY_TYPE && kDeviceMemory == CU_MEMORYTYPE_DEVICE);
+static_assert(kDeviceOrdinal == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
+static_assert(sizeof(Uuid) == sizeof(CUuuid) && sizeof(Pointer) == sizeof(CUdeviceptr));
+"""
+
+
+def _header(name: str, *packages: str) -> Path:
+    """Where the toolkit or a wheel of it has a header."""
+    roots = [Path(os.environ[v]) / "include" for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ]
+    roots += [*sorted(Path("/usr/local").glob("cuda*/include"), reverse=True), Path("/usr/include")]
+    wheels = importlib.util.find_spec("nvidia")
+    for folder in wheels.submodule_search_locations or () if wheels else ():
+        roots += [Path(folder) / package / "include" for package in packages]
+    found = [root / name for root in roots if (root / name).is_file()]
+    if not found:
+        pytest.skip(f"there is no {name}")
+    return found[0]
+
+
+def _declared(table: Path) -> list[tuple[str, str]]:
+    """The symbol and type of each function of a table of ours."""
+    rows = re.findall(r'X\(\w+, "(\w+)",\s+(.*?)\)\s*(?:\\|\n\n)', table.read_text())
+    assert len(rows) > 10
+    return rows
+
+
+def _check(folder: Path, header: Path, checks: list[str]) -> subprocess.CompletedProcess[str]:
+    file = folder / "check.cpp"
+    file.write_text(HEAD % header + "\n".join(checks))
+    command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{ROOT}/native", "-isystem", str(header.parent), str(file)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_the_driver(tmp_path):
+    header = _header("cuda.h", "cuda_runtime", "cu13")
+    rows = _declared(ROOT / "native" / "device" / "api.hpp")
+    checks = [VALUES]
+    for symbol, kind in rows:
+        name = re.sub(r"_v\d$", "", symbol)
+        checks.append(f'static_assert(same<decltype({name}), {kind}>, "{symbol}");')
+        checks.append(f'static_assert(equal(SYMBOL({name}), "{symbol}"), "symbol {symbol}");')
+    done = _check(tmp_path, header, checks)
+    assert done.returncode == 0, done.stderr
+    # And it would see what does not fit.
+    wrong = 'static_assert(same<decltype(cuMemcpyDtoHAsync), Result(void*, Pointer, int, StreamHandle)>, "wrong type");'
+    old = 'static_assert(equal(SYMBOL(cuEventDestroy), "cuEventDestroy"), "old symbol");'
+    done = _check(tmp_path, header, [*checks, wrong, old])
+    assert "wrong type" in done.stderr
+    assert "old symbol" in done.stderr
