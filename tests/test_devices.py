@@ -68,6 +68,49 @@ def test_real_ranks_agree(shown, wishes, expected, library, run_ranks):
         assert re.search(rf"<{rank}: {text}", done.output), done.output
 
 
+@pytest.fixture(scope="module")
+def old_library(tmp_path_factory):
+    return fake_cuda.build(tmp_path_factory.mktemp("old"), without="cuEventQuery")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("", "The CUDA driver of this machine is too old: it has no function cuEventQuery. Expected one for CUDA 11.4"),
+        ("cuInit", "The CUDA driver does not start .cuInit.: CUDA_ERROR_UNKNOWN"),
+        ("cuDeviceGet", "The GPU's driver: cuDeviceGet failed with CUDA_ERROR_UNKNOWN"),
+    ],
+)
+def test_a_driver_that_is_of_no_use_is_an_error_on_all_ranks(call, said, library, old_library, run_ranks):
+    libraries = f"{library},{library if call else old_library}"
+    args = [ROOT / "tests" / "ranks" / "choose_devices.py", libraries, "0:2,0:2,0:2", "auto,auto,auto"]
+    done = run_ranks(3, [*args, *filter(None, [call])], lean=False)
+    for rank in range(3):
+        heard = "" if rank == 1 else r"keras_hpc.init\(\) was refused on rank 1. LaunchError: "
+        assert re.search(f"<{rank}: LaunchError: {heard}{said}", done.output), done.output
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_a_gpu_that_one_rank_cannot_use(backend, library, run_ranks):
+    def trained(*call):
+        args = [ROOT / "tests" / "ranks" / "refused_gpu.py", *call]
+        output = run_ranks(2, args, backend=backend, env={"TESTS_FAKE_GPU": str(library)}).output
+        said = dict(re.findall(r"<(\d): (.*)>", output))
+        return [said["0"], said["1"]], output
+
+    weights = trained()[0]
+    for call in ("cuMemHostRegister", "cuDevicePrimaryCtxRetain"):
+        said, output = trained(call)
+        reason = f"rank 1: The GPU's driver: {call} failed with CUDA_ERROR_UNKNOWN."
+        assert output.count(f"are copied to the host while nothing else is done; {reason}") == 1, "one line"
+        if backend == "torch":
+            assert said == weights
+        else:
+            assert all("cannot use the GPU, as was said when it was made" in text for text in said), output
+
+
 def test_doctor_describes_what_a_rank_computes_on():
     fake = fake_cuda.driver()
     fake.fake_reset(2, 0)

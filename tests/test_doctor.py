@@ -3,7 +3,9 @@
 import json
 import re
 
+import fake_cuda
 import pytest
+from launch import ROOT
 
 pytestmark = pytest.mark.mpi
 
@@ -31,6 +33,14 @@ def test_doctor(ranks, backend, run_ranks, tmp_path):
     assert len(measured["links"]) == ranks * (ranks - 1) / 2
     assert len(measured["compute_ms"]) == measured["ranks"] == ranks
     assert measured["gradients"]["bytes"] == 4_000_000
+
+
+def test_doctor_on_gpus(run_ranks, tmp_path):
+    env = {"TESTS_FAKE_GPU": str(fake_cuda.build(tmp_path))}
+    text = run_ranks(2, [ROOT / "tests" / "ranks" / "doctor_on_gpu.py"], backend="jax", env=env).output
+    assert re.search(r"computes on +GPU 0: Fake GPU, GPU-0, bus 0000:00:00.0.*; driver for CUDA 13.0", text), text
+    assert len(re.findall(r"to the host [\d.]+ GB/s, back [\d.]+ GB/s \(64 MiB, pinned\)", text)) in (1, 2), text
+    assert "pinned memory         4.0 MiB per rank and team for the gradients of 1,048,576 parameters" in text, text
 
 
 def test_what_will_be_slow_is_hinted_at(run_ranks):

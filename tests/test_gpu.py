@@ -113,6 +113,20 @@ def test_tensorflow_on_gpus_gives_the_bits_of_the_cpu(n, gpus_of_tensorflow, run
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("memory", "CUDA out of memory"),
+        ("started", "TensorFlow has started its devices, so that no GPU can be chosen for this rank any more"),
+    ],
+)
+def test_a_gpu_that_one_rank_does_not_get(what, said, gpus_of_tensorflow, run_ranks):
+    done = run_ranks(2, [ROOT / "tests" / "ranks" / "refused_device.py", what, *gpus_of_tensorflow])
+    assert re.search(rf"<1: \w+: {said}", done.output), done.output
+    assert re.search(rf"<0: LaunchError: .*refused on rank 1. \w+: {said}", done.output), done.output
+
+
+@pytest.mark.mpi
 def test_tensorflow_moves_no_buffer_to_a_gpu_while_it_is_reduced(gpus_of_tensorflow, run_ranks):
     done = run_ranks(2, [ROOT / "tests" / "ranks" / "reduce_on_gpu.py", *gpus_of_tensorflow])
     for rank in range(2):

@@ -81,20 +81,19 @@ def of_rank(world: World, backend: ModuleType, asked: int | Literal["auto", "cpu
     Raises:
         LaunchError: see `choose`; or there is no such GPU.
     """
-    seen: list[tuple[str, str, str]] = []
-    problem = ""
-    if asked != "cpu" and backend.sees_gpus():
+
+    def look() -> list[tuple[str, str, str]]:
         try:
-            seen = _native.visible_devices()
+            return list(_native.visible_devices()) if asked != "cpu" and backend.sees_gpus() else []
         except _native.Error as error:
-            problem = str(error)
-    texts = exchange(world, "\n".join([problem, str(asked), *(uuid for _, uuid, _ in seen)]))
+            raise LaunchError(str(error)) from error
+
+    seen = on_all_ranks(world, look)
+    texts = exchange(world, "\n".join([str(asked), *(uuid for _, uuid, _ in seen)]))
     mine = [text.split("\n") for rank, text in enumerate(texts) if world.node_of_rank[rank] == world.node]
-    ranks = [(wish, uuids) for _, wish, *uuids in mine]
+    ranks = [(wish, uuids) for wish, *uuids in mine]
 
     def decided() -> Device | None:
-        if problem:
-            raise LaunchError(problem)
         number = _number(ranks, world.local_rank)
         if number is None:
             return None
@@ -133,11 +132,23 @@ def tell(device: Device, rank: int) -> None:
         )
 
 
+def describe_speeds(device: Device | None, nbytes: int = 64 << 20) -> str:
+    """Measure how fast a rank's GPU and the host copy from each other; return it, one line. Empty on the CPU."""
+    if device is None:
+        return ""
+    try:
+        to_host, to_device = _native.device_speeds(device.ordinal, nbytes)
+    except _native.Error as error:
+        return str(error)
+    return f"to the host {to_host / 1e9:.1f} GB/s, back {to_device / 1e9:.1f} GB/s ({nbytes >> 20} MiB, pinned)"
+
+
 def describe(device: Device | None) -> str:
     """Return what a rank computes on, one line."""
     if device is not None:
         node = Path(f"/sys/bus/pci/devices/{device.bus_id.lower()[-12:]}/numa_node")
-        memory = f", NUMA node {node.read_text().strip()}" if node.is_file() else ""
+        number = node.read_text().strip() if node.is_file() else "-1"
+        memory = f", NUMA node {number}" if number != "-1" else ""  # one node, or the BIOS does not say
         version = _native.device_driver_version()
         driver = f"driver for CUDA {version // 1000}.{version % 1000 // 10}"
         return f"GPU {device.ordinal}: {device.name}, {device.uuid}, bus {device.bus_id}{memory}; {driver}"

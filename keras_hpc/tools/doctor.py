@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import keras_hpc
-from keras_hpc import _native
+from keras_hpc import _native, backends
 from keras_hpc.job import current, devices, launch, mpich_network, resources, tuning_cache
 from keras_hpc.job.current import Job
 from keras_hpc.job.plan import TensorSpec
@@ -56,11 +56,16 @@ def run(arguments: argparse.Namespace) -> int:
         "limits": _limits(_native.control_group()),
         "device": devices.describe(job.device),
     }
+    team.barrier()  # GPUs of a node copy at the same time, as in a step
+    about_me["copies"] = devices.describe_speeds(job.device)
     everyone = team.allgather_object(about_me, "what doctor knows of the ranks")
     communication = _communication(job, arguments.parameters)
     measured = _measure(job, arguments.parameters)
     slow = network_probe.slow_links(measured["links"]) + network_probe.slow_ranks(measured["compute_ms"])
     communication["computes on"] = _of_ranks([me["device"] for me in everyone])
+    if job.device is not None:
+        communication["GPU copies"] = _of_ranks([me["copies"] for me in everyone])
+        communication["pinned memory"] = _pinned(job, job.device.ordinal, arguments.parameters)
     communication["limits"] = _of_ranks([me["limits"] for me in everyone])
     lines = [
         "installation",
@@ -162,6 +167,20 @@ def _communication(job: Job, parameters: int) -> dict[str, str]:
         f"({extra / gradients:.2f} copies of the gradients; 1 on PyTorch and in pipelined teams)"
     )
     return rows
+
+
+def _pinned(job: Job, ordinal: int, parameters: int) -> str:
+    """Reduce gradients on the GPU as a backend would. Collective; the same on all ranks."""
+    team = job.teams[0]
+    if backends.current().device_of([]) is None:
+        return "none: this Keras backend copies gradients itself"
+    before = _native.pinned_bytes()
+    spec = TensorSpec("gradients", (parameters,), "float32")
+    plan = team.plan("doctor on GPUs", [spec], in_segment=True, device=ordinal)
+    if plan.device is None:
+        return "none, so each gradient is copied while nothing else is done"
+    pinned = (_native.pinned_bytes() - before) / 2**20
+    return f"{pinned:.1f} MiB per rank and team for the gradients of {parameters:,} parameters"
 
 
 def _measure(job: Job, parameters: int) -> dict[str, Any]:
