@@ -71,11 +71,13 @@ __all__ = [
     "node",
     "node_count",
     "optimizers",
+    "partition",
     "rank",
     "reduce_scatter",
     "schedules",
     "shard",
     "size",
+    "spatial",
     "step",
 ]
 
@@ -83,6 +85,8 @@ if not _typing.TYPE_CHECKING:
 
     def __getattr__(name: str):
         """Import these when they are asked for: they need Keras, and `python -m keras_hpc plan` does not."""
-        if name in ("callbacks", "optimizers", "schedules"):
+        if name in ("callbacks", "optimizers", "schedules", "spatial"):
             return _importlib.import_module(f"keras_hpc.{name}")
+        if name == "partition":
+            return _importlib.import_module("keras_hpc.spatial.partition").partition
         raise AttributeError(f"module 'keras_hpc' has no attribute {name!r}")

@@ -13,6 +13,7 @@ LEVELS = [
     ["errors"],
     ["job"],
     ["backends", "callbacks", "optimizers", "schedules"],
+    ["spatial"],
     ["keras_hooks"],
     ["api"],
     ["__init__"],

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides, before anything runs, how the ranks of a group compute a functional model together.
+
+The graph of such a model has the extents of every tensor. `Plan` walks it once and finds for each tensor along which
+axes it is *split*, or that it is *whole*, the same on all ranks of the group; and for each node what must be fetched
+before its layer is called (`Step`). A tensor is split along an axis if its extent gives each part `min_rows` rows,
+whatever layer made it. What cannot be split is refused here, by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_hpc.spatial import geometry
+from keras_hpc.spatial import layers as kinds
+from keras_hpc.spatial.fetch import Fetch, fetch
+from keras_hpc.spatial.report import table
+
+Split = frozenset[int]  # axes of a tensor, 1 for the first spatial one
+WHOLE: Split = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """How a node of the graph is computed.
+
+    Attributes:
+        kind: "layer"; "window": on a window, whose axes are in `axes`; "moments" (batch normalization) and "average",
+            which add up over the group; "maximum"; "model": by `plan`.
+        splits: along which axes each output is split.
+        fetches: for each input what must be fetched, or None.
+        axes: of a window, what the layer does along each spatial axis.
+        plan: of a model inside of the model.
+        note: of what it does beside its fetches, for the report.
+    """
+
+    kind: str
+    splits: tuple[Split, ...]
+    fetches: tuple[Fetch | None, ...]
+    axes: tuple[geometry.Axis, ...] = ()
+    plan: Plan | None = None
+    note: str = ""
+
+
+class Plan:
+    """How a group of ranks computes a model. `print(plan)` shows a line for each layer.
+
+    Attributes:
+        model: the functional model.
+        grid: the ranks of a group.
+        min_rows: a tensor with fewer rows for each part is whole.
+        splits: of each tensor of the graph, by its `id`.
+        steps: of each node of the graph, by its `id`.
+    """
+
+    def __init__(
+        self, model: Any, grid: geometry.Grid, min_rows: int, inputs: Sequence[Split] | None = None, prefix: str = ""
+    ) -> None:
+        self.model, self.grid, self.min_rows, self._prefix = model, grid, min_rows, prefix
+        self.splits: dict[int, Split] = {}
+        self.steps: dict[int, Step] = {}
+        has_images = inputs is not None or (grid.size > 1 and self._has_images(model))
+        for number, tensor in enumerate(model.inputs):
+            split = inputs[number] if inputs is not None else self._split_of(tensor) if has_images else WHOLE
+            self.splits[id(tensor)] = split
+        for node in nodes_of(model):
+            step = self.steps[id(node)] = self._step(node, has_images)
+            self.splits.update((id(x), split) for x, split in zip(node.outputs, step.splits, strict=True))
+
+    @property
+    def outputs(self) -> list[Split]:
+        """Along which axes each output of the model is split."""
+        return [self.splits[id(tensor)] for tensor in self.model.outputs]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the ranks of a group have different parts of anything."""
+        return any(self.splits.values()) or any(step.plan.is_split for step in self.steps.values() if step.plan)
+
+    def __str__(self) -> str:
+        """Return a line for each layer."""
+        parts = " x ".join(map(str, self.grid.parts))
+        head = f"`{self.model.name}` in {parts} parts, each of at least {self.min_rows} rows of an axis that is split"
+        return table(head, list(self._lines()))
+
+    def nodes(self) -> Iterator[tuple[Any, Step]]:
+        """Yield the nodes of the graph in the order in which they are computed, and what is done at each."""
+        for node in nodes_of(self.model):
+            yield node, self.steps[id(node)]
+
+    def _lines(self) -> Iterator[tuple[str, str, str, int, int, str]]:
+        for node, step in self.nodes():
+            name = self._prefix + node.operation.name
+            if step.plan:
+                yield from step.plan._lines()
+                continue
+            costs = [
+                one.cost(self.grid, x.shape, _nbytes(node.operation, x))
+                for one, x in zip(step.fetches, node.input_tensors, strict=True)
+                if one
+            ]
+            shape = str(tuple(node.outputs[0].shape))
+            yield (
+                name,
+                shape,
+                self._name_of(step.splits[0]),
+                sum(r for r, _ in costs),
+                sum(b for _, b in costs),
+                step.note,
+            )
+
+    def _name_of(self, split: Split) -> str:
+        if not split:
+            return "whole"
+        return "split " + " x ".join(str(p if i + 1 in split else 1) for i, p in enumerate(self.grid.parts))
+
+    # ---- tensors
+
+    def _split_of(self, tensor: Any) -> Split:
+        """Return the axes along which a tensor is split, by its extents alone."""
+        extents = tensor.shape[1:-1]
+        parts = self.grid.parts
+        if len(extents) < len(parts):
+            return WHOLE
+        found = set()
+        for index, count in enumerate(parts):
+            if count == 1:
+                continue
+            if extents[index] is None:
+                raise ValueError(
+                    "A model can be split only where the extents of its images are known. Expected numbers in "
+                    f"keras.Input, or keras_hpc.partition(model, parts=1). Received: a tensor of shape {tensor.shape} "
+                    f"in `{self.model.name}`"
+                )
+            if extents[index] >= count * self.min_rows:
+                found.add(index + 1)
+        return frozenset(found)
+
+    def _has_images(self, model: Any) -> bool:
+        """Return whether there is a convolution, or the like, over as many axes as the job splits."""
+        for node in nodes_of(model):
+            if hasattr(functional_of(node.operation), "_nodes_by_depth"):
+                if self._has_images(functional_of(node.operation)):
+                    return True
+            elif type(node.operation) in kinds.WINDOWED and len(node.outputs[0].shape) - 2 >= len(self.grid.parts):
+                return True
+        return False
+
+    # ---- layers
+
+    def _step(self, node: Any, has_images: bool) -> Step:
+        layer, inputs, outputs = node.operation, node.input_tensors, node.outputs
+        before = tuple(self.splits[id(x)] for x in inputs)
+        nothing = (None,) * len(inputs)
+        whole = Step("layer", (WHOLE,) * len(outputs), nothing)
+        if not has_images:
+            return whole
+        if isinstance(layer, keras.Model):
+            return self._model(node, before)
+        if type(layer) in kinds.WINDOWED:
+            return self._window(layer, inputs[0], before[0], outputs[0])
+        if type(layer).__name__ == "Masking" or getattr(layer, "mask_zero", False):
+            raise self._refusal(layer, "makes a mask")
+        if not any(before):
+            return whole
+        rank = len(inputs[0].shape)
+        if type(layer) in kinds.WHOLE:
+            fetches = tuple(fetch(self.grid, x.shape, have, WHOLE) for x, have in zip(inputs, before, strict=True))
+            return Step("layer", whole.splits, fetches)
+        if reason := kinds.fault(layer, rank):
+            raise self._refusal(layer, reason)
+        if type(layer) is keras.layers.BatchNormalization:
+            return Step("moments", before, nothing, note=f"sums of 2 x {inputs[0].shape[-1]} numbers")
+        if type(layer) in kinds.GLOBAL_AVERAGE:
+            return Step("average", whole.splits, nothing, note=f"sums of {inputs[0].shape[-1]} numbers")
+        if type(layer) in kinds.GLOBAL_MAX:
+            return Step("maximum", whole.splits, nothing, note=f"maxima of {inputs[0].shape[-1]} numbers")
+        if kinds.is_pointwise(layer, rank):
+            return self._pointwise(node, before)
+        raise self._refusal(layer, "is of a kind of which it is not known how it mixes positions")
+
+    def _model(self, node: Any, before: Sequence[Split]) -> Step:
+        layer = node.operation
+        inner = functional_of(layer)
+        if not hasattr(inner, "_nodes_by_depth") or type(layer).call not in (type(inner).call, keras.Sequential.call):
+            if any(before):
+                raise self._refusal(layer, "is a model with a `call` of its own")
+            return Step("layer", (WHOLE,) * len(node.outputs), (None,) * len(before))
+        if len(node.arguments.args) != 1 or any(value is not None for value in node.arguments.kwargs.values()):
+            raise self._refusal(layer, "is a model that is called with more than its inputs")
+        plan = Plan(inner, self.grid, self.min_rows, before, f"{self._prefix}{layer.name}/")
+        return Step("model", tuple(plan.outputs), (None,) * len(before), plan=plan)
+
+    def _window(self, layer: Any, x: Any, before: Split, output: Any) -> Step:
+        split = self._split_of(output)
+        if not before and not split:
+            return Step("layer", (WHOLE,), (None,))
+        if reason := kinds.fault(layer, len(x.shape)):
+            raise self._refusal(layer, reason)
+        extents, outputs = x.shape[1:-1], output.shape[1:-1]
+        if None in extents or None in outputs:
+            raise self._refusal(layer, f"has an input of unknown extents, {x.shape}")
+        axes = tuple(kinds.axis_of(layer, i, extents[i], outputs[i]) for i in range(len(extents)))
+        if tuple(axis.outputs for axis in axes) != tuple(outputs):
+            expected = [axis.outputs for axis in axes]
+            raise self._refusal(layer, f"has an output of {tuple(outputs)} rows where {expected} are expected")
+        read = fetch(self.grid, x.shape, before, split, axes, kinds.padding_of(layer, axes))
+        return Step("window", (split,), (read,), axes)
+
+    def _pointwise(self, node: Any, before: Sequence[Split]) -> Step:
+        layer, inputs, output = node.operation, node.input_tensors, node.outputs[0]
+        split: Split = frozenset().union(*before)
+        if len({len(x.shape) for x in (*inputs, output) if x.shape}) > 1:
+            raise self._refusal(layer, f"combines tensors of different ranks, {[x.shape for x in inputs]}")
+        wanted = [frozenset(a for a in split if x.shape and x.shape[a] == output.shape[a]) for x in inputs]
+        if any(x.shape and x.shape[a] not in (1, output.shape[a]) for x in inputs for a in split):
+            raise self._refusal(layer, f"combines tensors of different extents, {[x.shape for x in inputs]}")
+        for value in keras.tree.flatten((node.arguments.args, node.arguments.kwargs)):
+            shape = np.shape(value) if not hasattr(value, "shape") else tuple(value.shape)
+            constant = not isinstance(value, keras.KerasTensor)
+            if constant and any(n > 1 for n in shape[:-1]):
+                raise self._refusal(layer, f"has an operand of shape {shape} that is no tensor of the model")
+        fetches = (fetch(self.grid, x.shape, h, w) for x, h, w in zip(inputs, before, wanted, strict=True))
+        return Step("layer", (split,) * len(node.outputs), tuple(fetches))
+
+    def _refusal(self, layer: Any, reason: str) -> ValueError:
+        return ValueError(
+            f"`{self._prefix}{layer.name}` ({type(layer).__name__}) cannot be computed in parts: it {reason}. End the "
+            "split part of the model before it, with a global pooling or Flatten, or leave the model whole: "
+            "keras_hpc.partition(model, parts=1). A layer of your own that computes each position by itself is marked "
+            f"with keras_hpc.spatial.pointwise. Received: a model for {' x '.join(map(str, self.grid.parts))} parts"
+        )
+
+
+def functional_of(model: Any) -> Any:
+    """Return the functional model that a sequential one keeps, or the model itself."""
+    return getattr(model, "_functional", None) or model
+
+
+def nodes_of(model: Any) -> Iterator[Any]:
+    """Yield the nodes of a functional model in the order in which Keras computes them, without its inputs."""
+    for depth in sorted(model._nodes_by_depth, reverse=True):
+        for node in model._nodes_by_depth[depth]:
+            if node.operation and not node.is_input:
+                yield node
+
+
+def _nbytes(layer: Any, tensor: Any) -> int:
+    """Return the bytes of a value that a layer reads, in its compute dtype."""
+    dtype = getattr(layer, "compute_dtype", None) or tensor.dtype
+    return 2 if dtype in ("float16", "bfloat16") else int(np.dtype(dtype).itemsize)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computes a layer on the window that a part has of its input, so that exactly the part's rows come out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from keras import ops
+
+from keras_hpc.spatial import geometry
+from keras_hpc.spatial import layers as kinds
+
+_MISSING = object()
+
+
+def compute(
+    layer: Any,
+    axes: Sequence[geometry.Axis],
+    split: frozenset[int],
+    grid: geometry.Grid,
+    place: Sequence[int],
+    x: Any,
+    call: Callable[[Any], Any],
+) -> Any:
+    """Return this part's rows of a layer's output.
+
+    Args:
+        layer: of `layers.WINDOWED`.
+        axes: what it does along each spatial axis.
+        split: along which axes its output is split.
+        grid: the ranks of a group.
+        place: the part of each axis of the grid that this rank has.
+        x: the window of the layer's input, padding included.
+        call: calls the layer.
+    """
+    kind = type(layer)
+    if kind in kinds.PADDING or kind in kinds.CROPPING:
+        return x
+    rows = [
+        geometry.bounds(axis.outputs, grid.parts[i])[place[i]] if i + 1 in split else (0, axis.outputs)
+        for i, axis in enumerate(axes)
+    ]
+    with _with_settings(layer, kinds.settings_of(layer)):
+        y = call(x)
+    crops = [axis.crop(*part) for axis, part in zip(axes, rows, strict=True)]
+    if any(crop != (0, y.shape[i + 1]) for i, crop in enumerate(crops)):
+        y = y[(slice(None), *(slice(*crop) for crop in crops))]
+    if kinds.averages_in_image(layer) and kinds.padding_of(layer, axes) != "edge":
+        y = _without_padding(axes, rows, y)
+    return y
+
+
+def _without_padding(axes: Sequence[geometry.Axis], rows: Sequence[geometry.Rows], y: Any) -> Any:
+    """Return averages over whole windows as averages over the rows of them that lie in the image."""
+    for index, (axis, part) in enumerate(zip(axes, rows, strict=True)):
+        if not isinstance(axis, geometry.Windowed):
+            continue
+        factors = [axis.width / count for count in axis.counts(*part)]
+        if any(factor != 1 for factor in factors):
+            shape = [-1 if a == index + 1 else 1 for a in range(len(y.shape))]
+            y = y * ops.reshape(ops.convert_to_tensor(factors, y.dtype), shape)
+    return y
+
+
+@contextlib.contextmanager
+def _with_settings(layer: Any, settings: dict[str, Any]) -> Iterator[None]:
+    """Give a layer other attributes meanwhile, past Keras' tracking."""
+    before = {name: vars(layer).get(name, _MISSING) for name in settings}
+    for name, value in settings.items():
+        object.__setattr__(layer, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is _MISSING:
+                object.__delattr__(layer, name)
+            else:
+                object.__setattr__(layer, name, value)
