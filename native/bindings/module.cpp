@@ -7,6 +7,7 @@
 #include <string>
 
 #include "bindings/device.hpp"
+#include "bindings/exchange.hpp"
 #include "bindings/plan.hpp"
 #include "bindings/team.hpp"
 #include "bindings/transports.hpp"
@@ -49,6 +50,7 @@ NB_MODULE(_native, m) {
   auto plan = bind_plan(m);
   bind_device(m, plan);
   bind_team(m);
+  bind_exchange(m);
 
   nb::class_<PyStopwatch>(m, "Stopwatch")
       .def(

@@ -91,6 +91,7 @@ std::map<std::string, std::tuple<uint64_t, std::vector<int>>> progress(const PyT
     for (const PlanProgress& plan : open.progress_of_plans()) reached[plan.what] = {plan.step, plan.not_started};
     reached["allreduce"] = {open.activity().calls, {}};
     reached["collective"] = {open.activity().collectives, {}};
+    reached["exchange"] = {open.activity().exchanges, {}};
   });
   return reached;
 }

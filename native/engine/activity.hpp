@@ -16,7 +16,7 @@ namespace keras_hpc {
 
 // A wait that takes long.
 struct Stall {
-  std::string what;     // "plan NUMBER NAME", "allreduce" or "collective"
+  std::string what;     // "plan NUMBER NAME", "allreduce", "collective" or "exchange"
   uint64_t number = 0;  // the step of the plan, or which of the team's calls of this kind it is
   std::string detail;   // the tensor, or the name of the collective
   int tensor = -1;      // its number; -1: all of them
@@ -51,6 +51,7 @@ class Activity {
 
   std::atomic<uint64_t> calls{0};        // allreduces of arrays that this rank has begun
   std::atomic<uint64_t> collectives{0};  // broadcasts, allgathers and barriers
+  std::atomic<uint64_t> exchanges{0};    // starts of exchanges
 
  private:
   const double stall_seconds_;

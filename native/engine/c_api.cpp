@@ -119,6 +119,48 @@ int khpc_second_async(int plan, void* const* data, void (*done)(void* arg, const
       KHPC_ERROR);
 }
 
+int khpc_exchange_start(int exchange, int adjoint, const void* data, int64_t outer, int64_t inner, const char* dtype) {
+  return guarded(
+      [&]() -> int {
+        const auto entry = registry::exchange(exchange);
+        expect(outer >= 0 && inner >= 0, "numbers of elements >= 0");
+        const ExchangeSpec& spec = entry.team->exchange(entry.number);
+        const bool empty = outer * inner * (adjoint != 0 ? spec.rows() : spec.extent) == 0;
+        expect(data != nullptr || empty, "the address of a tensor, not a null pointer");
+        entry.team->start_exchange(entry.number, {outer, inner, parse_dtype(text(dtype, "dtype")), adjoint != 0}, data);
+        return KHPC_OK;
+      },
+      KHPC_ERROR);
+}
+
+int khpc_exchange_wait(int exchange, int adjoint, void* result) {
+  return guarded(
+      [&]() -> int {
+        const auto entry = registry::exchange(exchange);
+        entry.team->wait_exchange(entry.number, adjoint != 0, result);
+        return KHPC_OK;
+      },
+      KHPC_ERROR);
+}
+
+int64_t khpc_exchange_rows(int exchange) {
+  return guarded(
+      [&]() -> int64_t {
+        const auto entry = registry::exchange(exchange);
+        return entry.team->exchange(entry.number).extent;
+      },
+      int64_t{-1});
+}
+
+int64_t khpc_exchange_window(int exchange) {
+  return guarded(
+      [&]() -> int64_t {
+        const auto entry = registry::exchange(exchange);
+        return entry.team->exchange(entry.number).rows();
+      },
+      int64_t{-1});
+}
+
 int khpc_plan_tensors(int plan) {
   return guarded([&] { return find(plan, 0).plan->layout().tensor_count(); }, -1);
 }

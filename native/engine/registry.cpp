@@ -18,6 +18,7 @@ struct Entries {
   std::shared_mutex mutex;
   std::vector<std::shared_ptr<Team>> teams;
   std::vector<PlanEntry> plans;
+  std::vector<ExchangeEntry> exchanges;
 };
 Entries& entries = *new Entries;
 std::atomic<int> home{0};  // the fork depth of the process whose teams these are
@@ -45,6 +46,10 @@ int add(const std::shared_ptr<Team>& team) {
 int add(const std::shared_ptr<Team>& team, const std::shared_ptr<Plan>& plan,
         const std::shared_ptr<Pipeline>& pipeline) {
   return append(entries.plans, PlanEntry{team, plan, pipeline, nullptr});
+}
+
+int add_exchange(const std::shared_ptr<Team>& team, int number) {
+  return append(entries.exchanges, ExchangeEntry{team, number});
 }
 
 void set_device(const Plan* plan, const std::shared_ptr<DevicePlan>& device) {
@@ -76,6 +81,15 @@ PlanEntry plan(int id) {
   return entries.plans[static_cast<size_t>(id)];
 }
 
+ExchangeEntry exchange(int id) {
+  refuse_children();
+  const std::shared_lock lock(entries.mutex);
+  if (id < 0 || id >= static_cast<int>(entries.exchanges.size()) ||
+      entries.exchanges[static_cast<size_t>(id)].team == nullptr)
+    throw Error("There is no exchange with id " + std::to_string(id) + ": was keras_hpc.finalize() called?");
+  return entries.exchanges[static_cast<size_t>(id)];
+}
+
 void close(std::shared_ptr<Team>&& team) {
   constexpr double patience_seconds = 1;
   team->close();
@@ -85,6 +99,8 @@ void close(std::shared_ptr<Team>&& team) {
       if (entry == team) entry = nullptr;
     for (PlanEntry& entry : entries.plans)
       if (entry.team == team) entry = {};
+    for (ExchangeEntry& entry : entries.exchanges)
+      if (entry.team == team) entry.team = nullptr;
   }
   const std::weak_ptr<Team> rest = std::exchange(team, nullptr);
   const auto begin = Clock::now();

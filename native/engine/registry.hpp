@@ -20,7 +20,13 @@ struct PlanEntry {
   std::shared_ptr<DevicePlan> device;  // null: its tensors are on the host
 };
 
+struct ExchangeEntry {
+  std::shared_ptr<Team> team;
+  int number;
+};
+
 int add(const std::shared_ptr<Team>& team);
+int add_exchange(const std::shared_ptr<Team>& team, int number);
 int add(const std::shared_ptr<Team>& team, const std::shared_ptr<Plan>& plan,
         const std::shared_ptr<Pipeline>& pipeline = nullptr);
 void set_device(const Plan* plan, const std::shared_ptr<DevicePlan>& device);
@@ -29,6 +35,7 @@ void remove(const Plan* plan);
 // Throw Error if there is none, or if this process was forked from the one that has it.
 std::shared_ptr<Team> team(int id);
 PlanEntry plan(int id);
+ExchangeEntry exchange(int id);
 
 // Closes the team, forgets it and its plans, and waits until nobody holds it any more, about a second at most.
 void close(std::shared_ptr<Team>&& team);

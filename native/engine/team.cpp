@@ -120,6 +120,7 @@ void Team::fail(std::exception_ptr error) {
 
 void Team::withdraw(const char* why) {
   for (const auto& lane : lanes_) const std::lock_guard lock(lane->mutex);  // nobody works on it any more
+  if (Exchanges* exchanges = exchanges_of_all_) exchanges->withdraw();
   std::vector<AsyncWait> waiting;
   {
     const std::lock_guard lock(async_mutex_);
@@ -187,6 +188,37 @@ void Team::end_attendants(const Plan* plan) {
     attendants_.erase(others, attendants_.end());
   }
   for (const auto& attendant : ending) attendant->stop();
+}
+
+int Team::make_exchange(const ExchangeSpec& spec, const std::string& terms) {
+  spec.check(topology().rank, topology().size);
+  agree("The rows of exchange '" + spec.name + "'", {terms});
+  return sharing([&] {
+    if (!exchanges_) {
+      exchanges_ = std::make_unique<Exchanges>(context_, *transport_, *control_);
+      exchanges_of_all_ = exchanges_.get();
+    }
+    return exchanges_->add(spec);
+  });
+}
+
+const ExchangeSpec& Team::exchange(int number) const {
+  const Exchanges* exchanges = exchanges_of_all_;
+  if (exchanges == nullptr) throw Error("The team has no exchanges.");
+  return exchanges->spec(number);
+}
+
+void Team::start_exchange(int number, const ExchangeShape& shape, const void* data) {
+  exchange(number);
+  guarded([&] { exchanges_->start(number, shape, data); });
+}
+
+void Team::wait_exchange(int number, bool adjoint, void* result) {
+  exchange(number);
+  const auto begin = Clock::now();
+  guarded([&] { exchanges_->wait(number, adjoint, result); });
+  if (trace::enabled)
+    trace::record(exchange(number).name, adjoint ? "exchange backward" : "exchange", this->number(), begin);
 }
 
 std::shared_ptr<Area> Team::make_area(size_t nbytes) {
@@ -313,6 +345,8 @@ TeamReport Team::report() const {
   report.progress_seconds = progress_seconds_;
   report.segment_bytes = allreduce_->segment_bytes() / at(topology().local_size());
   std::set<std::string> algorithms;
+  if (const Exchanges* exchanges = exchanges_of_all_)
+    report.segment_bytes += exchanges->segment_bytes() / at(topology().local_size());
   const std::lock_guard lock(plans_mutex_);
   report.steps = ended_plans_.executions;
   report.bytes = ended_plans_.bytes;

@@ -15,6 +15,7 @@
 #include "common/error.hpp"
 #include "engine/allreduce_call.hpp"
 #include "engine/attendant.hpp"
+#include "engine/exchanges.hpp"
 #include "engine/failure.hpp"
 #include "engine/pipeline.hpp"
 #include "engine/plan.hpp"
@@ -82,6 +83,13 @@ class Team {
   void wait(Plan& plan, int tensor);
   // Calls `done` exactly once, whatever happens. False, and never, if the team has no thread that could call it.
   bool wait_all_async(Plan& plan, void (*done)(void*, const char*), void* arg);
+
+  // Collective: agrees on an exchange and on what `terms` say, which is all that ranks must have in common. Its number.
+  int make_exchange(const ExchangeSpec& spec, const std::string& terms);
+  const ExchangeSpec& exchange(int number) const;
+  // See Exchanges.
+  void start_exchange(int number, const ExchangeShape& shape, const void* data);
+  void wait_exchange(int number, bool adjoint, void* result);
 
   // Collective, and block. Every rank calls them in the same order, one thread at a time.
   // `what` names who calls, and `shape` is of the data: both are compared between ranks, if given.
@@ -182,6 +190,8 @@ class Team {
   std::vector<std::shared_ptr<Pipeline>> pipelines_;
   std::vector<std::shared_ptr<Attendant>> attendants_;
   std::unique_ptr<AllreduceCall> allreduce_;
+  std::unique_ptr<Exchanges> exchanges_;               // made with the first of them
+  std::atomic<Exchanges*> exchanges_of_all_{nullptr};  // the same, for any thread
   std::mutex async_mutex_;
   std::vector<AsyncWait> async_;
   std::atomic<int> asynchronous_waits_{0};  // of async_

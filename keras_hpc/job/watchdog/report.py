@@ -36,7 +36,8 @@ def where_text(stall: Stall) -> str:
     if stall.what.startswith("plan "):
         tensor = f", tensor '{stall.detail}'" if stall.detail else ""
         return f"step {stall.number} of plan '{stall.what.split(' ', 2)[2]}' (team {stall.team}){tensor}"
-    return f"{stall.detail or stall.what} (team {stall.team}, call {stall.number})"
+    name = f"exchange {stall.detail}" if stall.what == "exchange" else stall.detail or stall.what
+    return f"{name} (team {stall.team}, call {stall.number})"
 
 
 def why_silent(rank: int, states: Iterable[State]) -> str:

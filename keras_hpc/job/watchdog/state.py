@@ -29,9 +29,9 @@ class Stall:
 
     Attributes:
         team: number of the team.
-        what: "plan NUMBER NAME", "allreduce" or "collective".
+        what: "plan NUMBER NAME", "allreduce", "collective" or "exchange".
         number: step of the plan, or which of the team's calls of this kind it is.
-        detail: name of the tensor or of the collective.
+        detail: name of the tensor, of the collective, or of the exchange and its direction.
         tensor: number of the tensor in the plan; -1: all of them.
         seconds: how long it waits.
         missing: ranks of the job that it waits for, as far as it sees.
