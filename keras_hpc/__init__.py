@@ -16,6 +16,7 @@ from keras_hpc.api.collectives import allreduce, average, barrier, check_replica
 from keras_hpc.api.exchange import allgather, allgather_object, alltoall, broadcast, broadcast_object
 from keras_hpc.api.lifecycle import finalize, init
 from keras_hpc.api.loops import average_statistics, keep_local, shard, step
+from keras_hpc.api.parts import group, group_count, part, partition
 from keras_hpc.api.teams import configure_team, drain
 from keras_hpc.errors import (
     CommunicationError,
@@ -62,6 +63,8 @@ __all__ = [
     "drain",
     "empty",
     "finalize",
+    "group",
+    "group_count",
     "init",
     "is_initialized",
     "keep_local",
@@ -71,6 +74,7 @@ __all__ = [
     "node",
     "node_count",
     "optimizers",
+    "part",
     "partition",
     "rank",
     "reduce_scatter",
@@ -87,6 +91,4 @@ if not _typing.TYPE_CHECKING:
         """Import these when they are asked for: they need Keras, and `python -m keras_hpc plan` does not."""
         if name in ("callbacks", "optimizers", "schedules", "spatial"):
             return _importlib.import_module(f"keras_hpc.{name}")
-        if name == "partition":
-            return _importlib.import_module("keras_hpc.spatial.partition").partition
         raise AttributeError(f"module 'keras_hpc' has no attribute {name!r}")

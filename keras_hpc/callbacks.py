@@ -108,7 +108,7 @@ class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc]
 
     Args:
         epochs: length of the warm-up, may be a fraction. 0 sets the scaled rate at once.
-        scale: factor of the learning rate. Defaults to `keras_hpc.size()`, and to 1 before `init()`.
+        scale: factor of the learning rate. Defaults to `keras_hpc.group_count()`, and to 1 before `init()`.
 
     Example:
     ```python
@@ -156,7 +156,7 @@ class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc]
             self._set(self._epoch + (batch + 1) / steps)
 
     def _set(self, progress: float) -> None:
-        scale = self.scale if self.scale is not None else current.size() if current.is_initialized() else 1
+        scale = self.scale if self.scale is not None else current.replicas()
         share = min(1.0, progress / self.epochs) if self.epochs else 1.0
         if hasattr(self.model, "jax_state_sync"):
             # During an epoch JAX keeps the values elsewhere. This brings them back, and Keras takes them from there.

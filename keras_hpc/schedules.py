@@ -92,7 +92,7 @@ def linear_scaling(learning_rate: float, factor: float | None = None) -> float:
 
     Args:
         learning_rate: that works for one rank.
-        factor: None: `keras_hpc.size()`, and 1 before `init()`.
+        factor: None: `keras_hpc.group_count()`, and 1 before `init()`.
     """
     return learning_rate * _factor(factor)
 
@@ -102,14 +102,14 @@ def square_root_scaling(learning_rate: float, factor: float | None = None) -> fl
 
     Args:
         learning_rate: that works for one rank.
-        factor: None: `keras_hpc.size()`, and 1 before `init()`.
+        factor: None: `keras_hpc.group_count()`, and 1 before `init()`.
     """
     return learning_rate * math.sqrt(_factor(factor))
 
 
 def _factor(factor: float | None) -> float:
     if factor is None:
-        return current.size() if current.is_initialized() else 1
+        return current.replicas()
     if factor <= 0:
         raise ValueError(f"The batch grows by a factor. Expected a positive number. Received: factor={factor}")
     return factor

@@ -16,6 +16,7 @@ PAGES = [
     "README.md",
     "docs/api.md",
     "docs/clusters.md",
+    "docs/spatial.md",
     "examples/cnn/README.md",
     "examples/gan3d/README.md",
     "examples/c/README.md",
@@ -52,7 +53,7 @@ def _job_of(page):
     """A script that runs all snippets of a page, each as if in a script of its own: frameworks start once for them."""
     return f"""
 import keras_hpc
-for number, code in enumerate({[PREAMBLE + code for code in _snippets_of(page)]!r}):
+for number, code in enumerate({[PREAMBLE * ("keras_hpc.init(" not in code) + code for code in _snippets_of(page)]!r}):
     exec(code, {{"__name__": "__main__"}})
     rank = keras_hpc.rank()
     keras_hpc.finalize()
@@ -68,7 +69,8 @@ def snippets(tmp_path_factory):
     def done(page):
         folder = tmp_path_factory.mktemp("snippets")
         (folder / "train.py").write_text(_job_of(page))
-        return _run("mpiexec -n 2 python train.py", folder, "jax", lean=True), folder
+        backend = "torch" if page == "docs/spatial.md" else "jax"
+        return _run("mpiexec -n 2 python train.py", folder, backend, lean=True), folder
 
     return done
 

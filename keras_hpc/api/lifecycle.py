@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from keras_hpc.job import current, devices, exit, launch, log, resources
 from keras_hpc.job import trace as tracing
 from keras_hpc.job.team import make_team
 from keras_hpc.job.watchdog import Watchdog
+from keras_hpc.spatial.geometry import Grid
 
 
 def init(
@@ -30,6 +32,7 @@ def init(
     trace: str | None = None,
     keep_memory: bool = True,
     device: int | Literal["auto", "cpu"] = "auto",
+    spatial: int | Sequence[int] | None = None,
 ) -> None:
     """Make this Keras script one rank of a data-parallel job. Collective.
 
@@ -60,6 +63,9 @@ def init(
             glibc as it is, for jobs that are short of memory.
         device: what this rank computes on. "auto": a GPU of its own, by its number on the node, where the backend can
             use GPUs and there are any, else the CPU. "cpu". Or the number of a GPU among those that this process sees.
+        spatial: groups of neighbouring ranks compute each sample together, so many parts along each spatial axis of
+            images, such as `(2, 1)`: each rank has its rows of every tensor. An int means the first axis. See
+            `partition`. None: each rank computes whole samples.
 
     Raises:
         RuntimeError: called twice, or Keras is in a state that does not go with keras_hpc.
@@ -85,12 +91,19 @@ def init(
                 teams, threads_per_team, batch, wire_dtype, timeout_seconds, stall_seconds, check_replicas_every
             )
             devices.check_argument(device)
+            _check_spatial(spatial, world.size, teams)
             launch.check_threads(world)
             from keras_hpc import backends, keras_hooks  # Keras and its backend: nobody needs them to ask for help
 
             keras_hooks.check()
             if trace is not None and world.rank == 0:
                 tracing.check(trace)
+            if spatial is not None and not backends.current().HAS_EXCHANGES:
+                raise ValueError(
+                    "With init(spatial=) the ranks of a group exchange rows inside of a model, which keras_hpc can do "
+                    "with the PyTorch backend so far. Set KERAS_BACKEND=torch, or leave `spatial` out. "
+                    f"Received: spatial={spatial!r} with {backends.current().__name__.rpartition('.')[2]}"
+                )
             return backends.current()
 
         backend = launch.on_all_ranks(world, prepared)
@@ -122,6 +135,7 @@ def init(
                 f"threads={threads}",
                 f"backend={backend.__name__}",
                 f"on a GPU: {gpu is not None}",
+                f"spatial={spatial}",
             ],
         )
         job = current.Job(
@@ -146,6 +160,15 @@ def init(
             undo.callback(_close_team, job, index)
             job.teams[-1].wire_dtype = wire_dtype
             job.teams[-1].device = gpu.ordinal if gpu is not None and backend.PLANS_ON_GPU else None
+        if spatial is not None and Grid.of(spatial).size > 1:
+            if gpu is not None:
+                raise ValueError(f"init(spatial=) computes on CPUs so far; pass device='cpu'. Received: {gpu}")
+            from keras_hpc.spatial.group import make_group
+
+            job.group = make_group(world, Grid.of(spatial), teams, timeout_seconds, stall_seconds)
+            undo.callback(job.group.team.close)
+            for team in job.teams:
+                team.parts = job.group.size
         from keras_hpc import keras_hooks
 
         launch.on_all_ranks(world, functools.partial(keras_hooks.install, job))
@@ -192,6 +215,19 @@ def _at_exit() -> None:
 
 def _close_team(job: current.Job, index: int) -> None:
     job.teams[index].close()  # whatever `configure_team` has put there
+
+
+def _check_spatial(spatial: Any, size: int, teams: int) -> None:
+    if spatial is None:
+        return
+    parts = Grid.of(spatial).size
+    if size % parts:
+        raise ValueError(
+            f"`spatial` splits each sample among {parts} ranks. Expected a number of ranks that {parts} divides. "
+            f"Received: spatial={spatial!r} with {size} rank{'s' * (size > 1)}"
+        )
+    if parts > 1 and teams > 1:
+        raise ValueError(f"init(spatial=) has one team so far. Received: spatial={spatial!r}, teams={teams}")
 
 
 def _check_arguments(

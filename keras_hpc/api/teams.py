@@ -58,6 +58,11 @@ def configure_team(
         PlanMismatchError: ranks pass different arguments.
     """
     members = team_number(team)
+    if current.job().group is not None and (schedule == "pipelined" or ranks is not None):
+        raise ValueError(
+            "With init(spatial=) a team is synchronous and has all ranks so far. Received: "
+            f"schedule={schedule!r}, ranks={ranks!r}"
+        )
     if schedule not in ("synchronous", "pipelined"):
         raise ValueError(f"`schedule` is 'synchronous' or 'pipelined'. Received: schedule={schedule!r}")
     for name, steps in (("synchronous_steps", synchronous_steps), ("cooldown_steps", cooldown_steps)):

@@ -27,6 +27,8 @@ from keras_hpc.job import current
 
 # Without one, `done` would block one of the few threads that XLA computes with.
 NEEDS_THREAD = True
+# Whether models can be computed in parts.
+HAS_EXCHANGES = False
 # Programs reach the engine with buffers of the device only.
 PLANS_ON_GPU = True
 PLATFORM_OF_GPU = "gpu"

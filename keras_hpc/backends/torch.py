@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from keras_hpc.backends.torch_exchange import exchange as exchange
 from keras_hpc.backends.torch_gradients import gradients_of as gradients_of
 from keras_hpc.backends.torch_tensors import bytes_of, dtype_of, number_of, stream_of, tensor_of
 from keras_hpc.backends.torch_tensors import device_of as device_of
@@ -18,6 +19,8 @@ from keras_hpc.backends.torch_tensors import from_numpy as from_numpy
 
 # Start and wait can do the work themselves.
 NEEDS_THREAD = False
+# Whether models can be computed in parts.
+HAS_EXCHANGES = True
 # Plans are told whether their tensors are: some are on the host.
 PLANS_ON_GPU = False
 

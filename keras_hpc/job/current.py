@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from keras_hpc.errors import NotInitializedError
@@ -46,6 +46,7 @@ class Job:
         check_replicas_every: so many steps of a model; None: never.
         delayed: whether a team is pipelined: then one rank alone has something to do, too.
         guard: the `exit.Guard` of this process.
+        group: the `spatial.group.Group` of this rank; None: each rank computes whole samples.
         device: the `Device` that this rank computes on; None: the CPU.
         watchdog: the `Watchdog`, which reports waits that take long; None with one rank.
         known: what is known of the user's models and optimizers.
@@ -70,6 +71,7 @@ class Job:
     timeout_seconds: float
     check_replicas_every: int | None
     guard: Any
+    group: Any = None
     device: Device | None = None
     delayed: bool = False
     watchdog: Any = None
@@ -79,6 +81,21 @@ class Job:
     marks: Any = None
     meters: dict[int, Any] = dataclasses.field(default_factory=dict)
     at_end: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+
+    @property
+    def all_teams(self) -> list[Team]:
+        """The teams, and that of this rank's group."""
+        return [*self.teams, *([] if self.group is None else [self.group.team])]
+
+    @property
+    def members(self) -> dict[int, Sequence[int]]:
+        """The ranks of each team, and of the teams of all groups, by their numbers."""
+        found: dict[int, Sequence[int]] = {team.index: team.ranks for team in self.teams}
+        if self.group is not None:
+            size = self.group.size
+            for number in range(self.group.count):
+                found[len(self.teams) + number] = range(number * size, (number + 1) * size)
+        return found
 
 
 def begin(job: Job) -> None:
@@ -136,6 +153,11 @@ def rank() -> int:
 def size() -> int:
     """Return the number of ranks."""
     return job().size
+
+
+def replicas() -> int:
+    """Return how many replicas train on samples of their own; 1 without a job."""
+    return job().teams[0].replicas if is_initialized() else 1
 
 
 def local_rank() -> int:

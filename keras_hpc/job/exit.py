@@ -128,7 +128,7 @@ def leave(job: Job) -> None:
     """Collective: waits until all ranks leave."""
     if job.size == 1:
         return
-    for team in job.teams:
+    for team in job.all_teams:
         team.leave()  # from now on, a rank that waits for this one on the same node fails at once
     request = job.comm.Ibarrier()
     begin = time.monotonic()

@@ -35,6 +35,7 @@ class Team:
         report_every: steps after which rank 0 prints what reductions cost; None: never.
         selection_key: under which measured choices are kept; empty with one rank.
         device: the GPU that has the tensors of plans of which nothing else is said; None: they are on the host.
+        parts: so many neighbouring ranks compute each sample together.
         settle: waits for the calls of compiled programs that still run beside Python; None where there are none.
     """
 
@@ -55,6 +56,7 @@ class Team:
         self.selection_key = ""
         self.settle: Callable[[], object] | None = None
         self.device: int | None = None
+        self.parts = 1
         self._plans: dict[tuple[Any, ...], Plan] = {}
 
     def plan(
@@ -291,6 +293,16 @@ class Team:
     def _settle(self) -> None:
         if self.settle is not None:
             self.settle()
+
+    @property
+    def replica(self) -> int:
+        """Which of the replicas that train on samples of their own this rank belongs to."""
+        return self.rank // self.parts
+
+    @property
+    def replicas(self) -> int:
+        """How many there are."""
+        return self.size // self.parts
 
     @property
     def has_gradients(self) -> bool:

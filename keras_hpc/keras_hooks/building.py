@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import keras_private, running, variables
+from keras_hpc.keras_hooks import keras_private, parts, running, variables
 
 
 def install(job: Any, patcher: Any) -> None:
@@ -23,12 +23,12 @@ def install(job: Any, patcher: Any) -> None:
         @functools.wraps(original)
         def _symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
             if iterator is None:
-                return original(self, data_batch=_with_a_sample(data_batch))
+                return original(self, data_batch=_with_a_sample(parts.as_whole(self, data_batch)))
 
             def looked_at() -> Iterator[Any]:
                 for *steps, batches in iterator:  # Keras before 3.12 does not say which step is the last
                     batch = batches[0] if isinstance(batches, (list, tuple)) else next(batches)
-                    yield *steps, [_with_a_sample(batch)]
+                    yield *steps, [_with_a_sample(parts.as_whole(self, batch))]
 
             return original(self, iterator=looked_at())
 

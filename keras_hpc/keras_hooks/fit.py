@@ -30,6 +30,7 @@ from keras_hpc.keras_hooks import (
     keras_private,
     losses,
     metrics,
+    parts,
     replicas,
     root_only,
     running,
@@ -99,6 +100,10 @@ def _fit(original: Method) -> Method:
         with running.running_call(call):
             if not call.active and session is None:
                 return original(*bound.args, **bound.kwargs)
+            if call.active and session is not None and current.job().group is not None:
+                raise ValueError(
+                    "With init(spatial=) there is no Checkpoint yet. Received: a Checkpoint in `callbacks`"
+                )
             if call.active:
                 root_only.drop(self, bound.arguments)
                 current.team_of(self).retire(current.job().known.gone)
@@ -179,10 +184,9 @@ def _train_on_batch(original: Method) -> Method:
             if self.train_function is None or not replicas.was_synchronized(self):
                 # Where one rank has done it alone, it waits here in vain: the report of it says what for.
                 current.team_of(self).meet("Model.train_on_batch() after compile() or load_weights()")
-                given = signature.bind(self, *args, **kwargs).arguments
-                batch = tuple(given.get(name) for name in ("x", "y", "sample_weight"))
-                building.build(self, keras.tree.map_structure(_with_shape, batch))
+                building.build(self, _batch_of(signature, self, args, kwargs))
                 replicas.synchronize(self)
+            parts.check_same_samples(self, _batch_of(signature, self, args, kwargs))
             result = original(self, *args, **kwargs)
             replicas.average_after_step(self)
             return result
@@ -190,14 +194,23 @@ def _train_on_batch(original: Method) -> Method:
     return train_on_batch
 
 
+def _batch_of(signature: inspect.Signature, model: Any, args: Any, kwargs: Any) -> Any:
+    given = signature.bind(model, *args, **kwargs).arguments
+    return keras.tree.map_structure(_with_shape, tuple(given.get(name) for name in ("x", "y", "sample_weight")))
+
+
 def _with_shape(leaf: Any) -> Any:
     return leaf if leaf is None or (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) else np.asarray(leaf)
 
 
 def _test_on_batch(original: Method) -> Method:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def test_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         with running.running_call(running.Call("test_on_batch", self, current.active())):
+            if current.active():
+                parts.check_same_samples(self, _batch_of(signature, self, args, kwargs))
             return original(self, *args, **kwargs)
 
     return test_on_batch

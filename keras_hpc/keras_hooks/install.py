@@ -14,6 +14,7 @@ from keras_hpc.keras_hooks import (
     metrics,
     normalization,
     optimizer,
+    parts,
     replicas,
     saving,
     seeds,
@@ -67,7 +68,19 @@ def install(job: Any) -> None:
         job: the `Job`.
     """
     try:
-        for part in (seeds, replicas, building, losses, normalization, optimizer, torch_optim, metrics, saving, fit):
+        for part in (
+            seeds,
+            replicas,
+            building,
+            losses,
+            normalization,
+            optimizer,
+            torch_optim,
+            metrics,
+            saving,
+            parts,
+            fit,
+        ):
             part.install(job, _patcher)
     except BaseException:  # whatever it was, Keras must not stay half changed; raised again
         uninstall(job)

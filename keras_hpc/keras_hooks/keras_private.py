@@ -22,12 +22,15 @@ LOSS_SCALE_OPTIMIZER = "keras.src.optimizers.loss_scale_optimizer:LossScaleOptim
 TRAINER = "keras.src.trainers.trainer:Trainer"
 EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
 COMPUTE_OUTPUT_SPEC = "keras.src.backend:compute_output_spec"
+IN_SYMBOLIC_SCOPE = "keras.src.backend.common.symbolic_scope:in_symbolic_scope"
 IS_DEFAULT = "keras.src.utils.python_utils:is_default"
 ORBAX_CHECKPOINT = "keras.src.callbacks.orbax_checkpoint:OrbaxCheckpoint"
 GLOBAL_SEED_GENERATOR_OF = "keras.src.random.seed_generator:global_seed_generator"
 IN_STATELESS_SCOPE = "keras.src.backend.common.stateless_scope:in_stateless_scope"
 LOSSES = "keras.src.losses.loss"
 APPLY_MASK = f"{LOSSES}:apply_mask"
+FUNCTION = "keras.src.ops.function:Function"
+FUNCTIONAL = "keras.src.models.functional:Functional"
 
 _LAYER = "keras.src.layers.layer:Layer"
 _CALLBACKS = "keras.src.callbacks.callback_list:CallbackList"
@@ -51,6 +54,10 @@ REQUIRED = [
     f"{TRAINER}._aggregate_additional_loss",
     f"{TRAINER}._symbolic_build",
     f"{TRAINER}.compute_loss",
+    f"{TRAINER}.compute_metrics",
+    f"{TRAINER}.compile",
+    f"{FUNCTION}._run_through_graph",
+    f"{FUNCTIONAL}.input_spec",
     f"{_LAYER}._flatten_layers",
     f"{_CALLBACKS}.on_train_begin",
     f"{_CALLBACKS}.on_epoch_end",
@@ -66,6 +73,7 @@ REQUIRED = [
     "keras.src.layers.layer:CallContext",
     COMPUTE_OUTPUT_SPEC,
     IN_STATELESS_SCOPE,
+    IN_SYMBOLIC_SCOPE,
     IS_DEFAULT,
 ]
 
@@ -89,6 +97,8 @@ REQUIRED_ATTRIBUTES = {
     "keras.src.backend.common.variables:Variable.__init__": ("_value",),
     f"{TRAINER}.__init__": ("_initial_epoch", "_compile_loss"),
     "keras.src.layers.layer:CallContext.__init__": ("entry_layer",),
+    f"{FUNCTION}.__init__": ("_inputs", "_outputs_struct", "_nodes_by_depth"),
+    "keras.src.models.sequential:Sequential.__init__": ("_functional",),
     f"{_LAYER}._get_call_context": ("current_call_ctx",),
     f"{_LAYER}._initialize_tracker": ("_non_trainable_variables", "_seed_generators"),
     f"{_CALLBACKS}.__init__": ("callbacks", "set_model"),

@@ -28,7 +28,7 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.keras_hooks import keras_private, running, variables
+from keras_hpc.keras_hooks import keras_private, parts, running, variables
 
 _TOLERANCE = 0.02  # of a ratio that is 1 or 2 but for rounding
 _NOISY = 0.3  # where layers draw random numbers
@@ -48,13 +48,22 @@ def install(job: Any, patcher: Any) -> None:
             dtype: Any = None,
         ) -> Any:
             loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
-            step = running.step()
+            step, share = running.step(), parts.share_of_loss(values, reduction)
             if not _exchanges(step):
-                return loss
+                if share is None:
+                    return loss
+                if _divisor(loss.dtype, sample_weight, mask, reduction) is not None:
+                    raise ValueError(
+                        "In test_on_batch a loss of outputs in parts is a mean over positions. Received: "
+                        f"reduction={reduction!r}, or a mask"
+                    )
+                return loss * share
             if len(getattr(values, "shape", ())) == 0:  # a function may return a plain number
                 return loss if _asked.loss is None else _scaled_if_sum(step, loss, *_asked.loss)
             divisor = _divisor(loss.dtype, sample_weight, mask, reduction)
-            return loss if divisor is None else loss * keras.ops.cast(_share(step, divisor), loss.dtype)
+            if divisor is None:
+                return loss if share is None else loss * share
+            return loss * keras.ops.cast(_share(step, divisor), loss.dtype)
 
         return reduce_weighted_values
 
@@ -271,5 +280,7 @@ def _share(step: running.Step, divisor: Any) -> Any:
     has_samples = count > 0
     mine = keras.ops.where(has_samples, keras.ops.cast(divisor, "float32"), 0.0)
     (total,) = _sum(step, keras.ops.stack([count, mine]))
-    of_divisor = 1.0 if divided else keras.ops.divide_no_nan(mine, total[1])
+    # Of sums of whole outputs each rank of a group has the same.
+    copies = 1 if parts.is_of_part() else current.team_of(step.model).parts
+    of_divisor = 1.0 / copies if divided else keras.ops.divide_no_nan(mine, total[1])
     return keras.ops.where(has_samples, of_divisor * keras.ops.divide_no_nan(total[0], count), 1.0)

@@ -9,7 +9,7 @@ its own rank has counted.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -17,7 +17,7 @@ import numpy as np
 
 from keras_hpc import backends
 from keras_hpc.job import current, log
-from keras_hpc.keras_hooks import keras_private
+from keras_hpc.keras_hooks import keras_private, parts
 
 _SAID = "_keras_hpc_aggregation"  # on a variable whose aggregation the user has chosen
 _OWN = "_keras_hpc_own"  # on a variable that holds the ranks' merged state: this rank's, and the merged one
@@ -116,33 +116,39 @@ def reduce_metrics(model: Any, team: Any, extra: list[float]) -> np.ndarray:
     variables = [variable for key, variable in everything.items() if key not in merged]
     _warn_of_unknown(model, merging)
     arrays = [own[id(variable)] for variable in variables]
-    parts = [array.reshape(-1).astype(np.float64) for array in arrays]
-    for variable, part in zip(variables, parts, strict=True):
-        if variable.aggregation == "only_first_replica" and team.rank > 0:
+    values_of = [array.reshape(-1).astype(np.float64) for array in arrays]
+    counting = _counting(model, team)
+    for variable, part in zip(variables, values_of, strict=True):
+        if team.rank not in counting or (variable.aggregation == "only_first_replica" and team.rank > 0):
             part[:] = 0
-    buffer = np.concatenate([*parts, np.asarray(extra, np.float64)])
+    buffer = np.concatenate([*values_of, np.asarray(extra, np.float64)])
     team.allreduce(buffer, op="sum")
     start = 0
     for variable, array in zip(variables, arrays, strict=True):
         value = buffer[start : start + array.size].reshape(array.shape)
         start += array.size
         if variable.aggregation == "mean":
-            value = value / team.size
+            value = value / len(counting)
         backend.assign(variable, value.astype(array.dtype))
     for metric in merging:
-        _merge(metric, team)
+        _merge(metric, team, counting)
     for key, variable in everything.items():
         setattr(variable, _OWN, (own[key], backend.to_numpy(variable.value)))
     return buffer[start:]
 
 
-def _merge(metric: Any, team: Any) -> None:
-    """Lets a metric merge the states of all ranks, in rank order, the same on each. Collective."""
+def _counting(model: Any, team: Any) -> Sequence[int]:
+    """Return the ranks whose metrics count: of a group whose ranks see the same outputs, the first one."""
+    return range(0, team.size, 1 if parts.gives_parts(model) else team.parts)
+
+
+def _merge(metric: Any, team: Any, counting: Sequence[int]) -> None:
+    """Lets a metric merge the states of ranks, in rank order, the same on each. Collective."""
     backend = backends.current()
     arrays = [backend.to_numpy(variable.value) for variable in metric.variables]
     everyone = [team.allgather(array[None]) for array in arrays]
-    others = [_twin(metric) for _ in range(team.size - 1)]
-    for rank, holder in enumerate([metric, *others]):
+    others = [_twin(metric) for _ in counting[1:]]
+    for rank, holder in zip(counting, [metric, *others], strict=True):
         for variable, values in zip(holder.variables, everyone, strict=True):
             backend.assign(variable, values[rank])
     metric.merge_state(others)

@@ -11,12 +11,15 @@ reduction of 2 C + 1 numbers forward, and one backward: a rank's loss depends on
 all losses together owe to the input of rank r is, in the weights w_r with which gradients are averaged,
 
     sum over q of w_q dL_q / w_r
+
+Of a layer of which each rank of a group has a part, the same is done over the group, whose ranks weigh the same.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -26,6 +29,7 @@ from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
 from keras_hpc.keras_hooks import running
+from keras_hpc.spatial import run
 
 
 def install(job: Any, patcher: Any) -> None:
@@ -74,14 +78,15 @@ class _Unsynchronized:
 def _together(original: Any) -> Any:
     @functools.wraps(original)
     def _moments(self: Any, inputs: Any, mask: Any) -> Any:
-        if not self.synchronized:
+        of_group = None if self.synchronized else run.group_sum()
+        if not self.synchronized and of_group is None:
             return original(self, inputs, mask)
         # Keras knows `synchronized` on TensorFlow only, with tf.distribute. Its method gets a layer that says no, and
         # not this one changed for the moment: another thread may call it, too.
         mean, variance = original(_Unsynchronized(self), inputs, mask)
         if not current.active() or isinstance(inputs, keras.KerasTensor):
             return mean, variance
-        return _combine(self, mean, variance, inputs, mask)
+        return _combine(self, mean, variance, inputs, mask, of_group)
 
     return _moments
 
@@ -96,7 +101,10 @@ def _count(layer: Any, inputs: Any, mask: Any, samples: Any) -> Any:
     return ops.where(samples > 0, count, ops.zeros_like(count))
 
 
-def _combine(layer: Any, mean: Any, variance: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+def _combine(
+    layer: Any, mean: Any, variance: Any, inputs: Any, mask: Any, of_group: Callable[[Any], Any] | None
+) -> tuple[Any, Any]:
+    """Return mean and variance over the values of all ranks, or, with `of_group`, which adds up, of a group's."""
     step = running.step()
     team = current.team_of(layer if step is None or step.model is None else step.model)
     count = None if step is None else step.count
@@ -108,9 +116,12 @@ def _combine(layer: Any, mean: Any, variance: Any, inputs: Any, mask: Any) -> tu
     parts = [number * distance, number * (variance + ops.square(distance)), ops.reshape(number, (1,))]
     # A rank that has no values has a mean of nothing.
     packed = ops.where(number > 0, ops.concatenate(parts), ops.zeros((2 * size + 1,), mean.dtype))
-    key = current.job().known.key_of(layer, "layer")
-    use = 0 if step is None else step.next_use(key)  # uses of a layer in one step may overlap in time
-    total = _sum(team, f"{key}/{use}", packed, samples)
+    if of_group is not None:
+        total = of_group(packed)
+    else:
+        key = current.job().known.key_of(layer, "layer")
+        use = 0 if step is None else step.next_use(key)  # uses of a layer in one step may overlap in time
+        total = _sum(team, f"{key}/{use}", packed, samples)
     all_numbers = ops.maximum(total[-1], 1e-12)
     shift = total[:size] / all_numbers
     return origin + shift, ops.maximum(total[size:-1] / all_numbers - ops.square(shift), 0.0)

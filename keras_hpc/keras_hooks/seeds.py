@@ -23,6 +23,7 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.keras_hooks import keras_private, running
+from keras_hpc.spatial import run
 
 _MASK = 0x3FFFFFFF  # fits every dtype that Keras keeps seeds in
 
@@ -172,6 +173,23 @@ def of_rank(model: Any) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def of_part() -> Iterator[None]:
+    """Inside, PyTorch's own stream is this rank's; outside it goes on as that of the other ranks of its group."""
+    if keras.backend.backend() != "torch":
+        yield
+        return
+    import torch
+
+    number = int(torch.randint(2**31, ()))
+    outside = torch.get_rng_state()
+    torch.default_generator.manual_seed((number << 31) ^ _offset(current.job().group.rank + 1))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(outside)
+
+
 def _folded_torch(state: Any, rank: int) -> Any:
     import torch
 
@@ -187,9 +205,9 @@ def _tensorflow_seed(tensorflow: Any) -> int | None:
 
 
 def _rank(model: Any) -> int:
-    """This rank in the team of a model."""
+    """Whose numbers this rank draws: those of its replica; where it has a part of a tensor, its own."""
     team = current.job().teams[0] if model is None else current.team_of(model)
-    return team.rank
+    return team.replicas + team.rank if team.parts > 1 and run.has_part() else team.replica
 
 
 def _draws_by_rank() -> bool:

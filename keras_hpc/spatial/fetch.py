@@ -39,6 +39,11 @@ class AxisFetch:
         """Return what the rank does that has these parts, one for each axis that the grid has."""
         return self.move(place[self.axis - 1] if self.axis <= len(place) else 0)
 
+    def without_padding(self) -> AxisFetch:
+        """Return the same, of windows that end where the axis does."""
+        inside = tuple((max(begin, 0), min(end, self.extent)) for begin, end in self.windows)
+        return dataclasses.replace(self, windows=inside)
+
     @property
     def communicates(self) -> bool:
         """Whether any part sends something. All parts then take part, also those that send and receive nothing."""

@@ -236,6 +236,23 @@ class Grid:
 
     parts: tuple[int, ...]
 
+    @classmethod
+    def of(cls, parts: int | Sequence[int]) -> Grid:
+        """Return the grid of what a user gives as `parts`: a number for each spatial axis, an int for the first one.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        given = (parts,) if isinstance(parts, int) else tuple(parts)
+        if not given or len(given) > 3 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in given):
+            raise ValueError(
+                "A sample is split into a number of parts along each of its one to three spatial axes. Expected a "
+                f"positive int, or a tuple of them, such as (2, 1). Received: {parts!r}"
+            )
+        while len(given) > 1 and given[-1] == 1:  # so (2, 1) is for models of one axis, too
+            given = given[:-1]
+        return cls(given)
+
     @property
     def size(self) -> int:
         """How many ranks compute a sample together."""

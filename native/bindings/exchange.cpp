@@ -41,8 +41,12 @@ PyExchange make(const PyTeam& owner, const std::string& name, const std::string&
   return {&owner, number, registry::add_exchange(team, number)};
 }
 
+const ExchangeSpec& spec_of(const PyExchange& exchange) {
+  return exchange.owner->get()->exchange(exchange.number);
+}
+
 size_t nbytes(const PyExchange& exchange, bool window, int64_t outer, int64_t inner, DType dtype) {
-  const ExchangeSpec& spec = exchange.owner->get()->exchange(exchange.number);
+  const ExchangeSpec& spec = spec_of(exchange);
   return static_cast<size_t>(outer * inner * (window ? spec.rows() : spec.extent)) * size_of(dtype);
 }
 
@@ -72,6 +76,8 @@ void bind_exchange(nb::module_& m) {
         "Collective: rows of an axis for other ranks, (rank, begin, end), and from them, (rank, rows).");
   nb::class_<PyExchange>(m, "Exchange")
       .def_ro("id", &PyExchange::id)
+      .def_prop_ro("extent", [](const PyExchange& exchange) { return spec_of(exchange).extent; })
+      .def_prop_ro("window", [](const PyExchange& exchange) { return spec_of(exchange).rows(); })
       .def("start", &start, "data"_a.noconvert(), "outer"_a, "inner"_a, "dtype"_a, "adjoint"_a = false,
            "Of memory that stays valid until the wait has ended.")
       .def(

@@ -9,8 +9,8 @@ import pytest
 from keras import layers
 
 import keras_hpc
+from keras_hpc import partition
 from keras_hpc.spatial import geometry, windows
-from keras_hpc.spatial.partition import partition
 
 RANKS = {"torch": (1,)}
 SOAK = {"tensorflow": (1,), "jax": (1,)}

@@ -153,14 +153,14 @@ class Watchdog:
     def _look(self) -> None:
         """At this rank's own waits."""
         now = time.monotonic()
-        for stall in stalls_of(self._job.teams):
+        for stall in stalls_of(self._job.all_teams):
             if stall.key not in self._told:
                 self._told.add(stall.key)
                 self._unheard_since = now if self._job.rank != 0 else None
                 self._send(0, "stall", stall=dataclasses.asdict(stall))
             if stall.seconds > self._job.timeout_seconds + _GRACE_SECONDS:
                 self._end(f"it waited {stall.seconds:.0f} s in {report.where_text(stall)}, where no error can end it.")
-        for stall in resolved_of(self._job.teams):
+        for stall in resolved_of(self._job.all_teams):
             if stall.key in self._told:
                 self._send(0, "resolved", stall=dataclasses.asdict(stall))
         if self._unheard_since is not None and now - self._unheard_since > self._answer_seconds:
@@ -170,7 +170,7 @@ class Watchdog:
             self._end_without([0], [state])
 
     def _state(self) -> State:
-        return state_of(self._job.rank, self._job.teams, self._neighbours)
+        return state_of(self._job.rank, self._job.all_teams, self._neighbours)
 
     def _end(self, reason: str) -> None:
         """End the job, once rank 0 has said why."""
@@ -218,8 +218,7 @@ class Watchdog:
         if not any(state.stalls for state in states.values()):
             return  # it is over already
         self._known.update(stall.key for state in states.values() for stall in state.stalls)
-        members = {team.index: team.ranks for team in self._job.teams}
-        _write(report.text(states, self._places, members, self._job.timeout_seconds))
+        _write(report.text(states, self._places, self._job.members, self._job.timeout_seconds))
         self._end_without([rank for rank in range(self._job.size) if rank not in states], states.values())
 
     def _say_resolved(self, stall: Stall) -> None:

@@ -44,10 +44,16 @@ def predict(original: Callable[..., Any], model: Any, arguments: dict[str, Any])
         samples = min(samples, steps * batch_size)
     mine = [samples, batch_size, digest(x) if samples else ""]
     everyone = team.allgather_object(mine, "Model.predict()")
-    if not samples or any(theirs != everyone[0] for theirs in everyone):
+    differ = any(theirs != everyone[0] for theirs in everyone)
+    if differ and team.parts > 1:
+        raise ValueError(
+            "With init(spatial=) the ranks of a group compute the same samples, so predict needs the same data on all "
+            "ranks. Received: other data, or another batch_size, on some ranks"
+        )
+    if not samples or differ:
         return here()
     fixed = building.fixed_batch(model)
-    start, stop = Shard(team.rank, team.size, fixed=fixed).part(samples)
+    start, stop = Shard(team.replica, team.replicas, fixed=fixed).part(samples)
     # A rank without rows takes the first ones, to know what outputs look like, and keeps none of it.
     taken = slice(start, max(stop, start + 1)) if start < samples else slice(0, fixed or 1)
     columns = _to_sliceable(x)
@@ -55,7 +61,8 @@ def predict(original: Callable[..., Any], model: Any, arguments: dict[str, Any])
     outputs = original(**arguments | {"x": block, "batch_size": batch_size, "steps": None})
     if not _can_gather(team, outputs, taken.stop - taken.start):
         return here()
-    return tree.map_structure(lambda a: team.allgather(np.ascontiguousarray(a[: stop - start])), outputs)
+    mine_of = stop - start if team.rank % team.parts == 0 else 0  # the other ranks of a group have the same
+    return tree.map_structure(lambda a: team.allgather(np.ascontiguousarray(a[:mine_of])), outputs)
 
 
 def _count(x: Any) -> int:

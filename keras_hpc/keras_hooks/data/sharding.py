@@ -42,7 +42,7 @@ def adapter_for(job: Job, team: Team, call: running.Call, arguments: dict[str, A
     Raises:
         ValueError: on every rank, if the data cannot be shared out, or differ between ranks in `fit`.
     """
-    shard = Shard(team.rank, team.size, job.batch, building.fixed_batch(call.model))
+    shard = Shard(team.replica, team.replicas, job.batch, building.fixed_batch(call.model))
     what = f"the data of Model.{call.kind}()"
     # Ranks whose data are refused must not leave the others waiting: they tell them why.
     try:
@@ -61,6 +61,11 @@ def adapter_for(job: Job, team: Team, call: running.Call, arguments: dict[str, A
     everyone = _exchange(team, mine, what)
     differ = any((other.get("data"), other.get("content")) != (mine["data"], mine["content"]) for other in everyone)
     if call.kind == "evaluate" and differ and not any("error" in other for other in everyone):
+        if team.parts > 1:
+            raise ValueError(
+                "With init(spatial=) the ranks of a group compute the same samples, so evaluate needs the same data on "
+                f"all ranks. {_HINT} Received: other data on some ranks"
+            )
         call.own_data = True  # what each rank asks for
         return None
     _raise_if_different(everyone)

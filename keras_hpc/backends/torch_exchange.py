@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch: exchanges of rows with other ranks, recorded by autograd.
+
+Autograd runs what was recorded in the reverse order on all ranks, whatever else their graphs have: so exchanges, which
+block, are in one order backward, too.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from keras_hpc.backends.torch_tensors import bytes_of
+
+
+def exchange(exchange: Any, x: torch.Tensor, axis: int) -> torch.Tensor:
+    """Return this rank's window of a tensor that is split among the ranks of a group. Collective, and its gradient is.
+
+    Args:
+        exchange: the engine's exchange.
+        x: this rank's rows.
+        axis: along which it is split.
+    """
+    y: torch.Tensor = _Exchange.apply(exchange, x, axis)
+    return y
+
+
+class _Exchange(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, exchange: Any, x: torch.Tensor, axis: int) -> torch.Tensor:
+        ctx.exchange, ctx.axis = exchange, axis
+        return _run(exchange, x, axis, adjoint=False)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[None, torch.Tensor, None]:
+        return None, _run(ctx.exchange, upstream, ctx.axis, adjoint=True), None
+
+
+def _run(exchange: Any, x: torch.Tensor, axis: int, adjoint: bool) -> torch.Tensor:
+    x = x.detach().contiguous()
+    rows = exchange.extent if adjoint else exchange.window
+    y = torch.empty((*x.shape[:axis], rows, *x.shape[axis + 1 :]), dtype=x.dtype)
+    outer, inner = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
+    exchange.run(bytes_of(x), bytes_of(y), outer, inner, str(x.dtype).removeprefix("torch."), adjoint)
+    return y

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With `init(spatial=)`: models of which each rank of a group computes a part of every sample.
+
+`compile` plans a functional or sequential model (`spatial.plan`), and refuses what cannot be split. Where such a model
+is called, its graph runs by the plan. In the steps of Keras itself, outputs stay the ranks' parts: targets are cut like
+them, and a loss that is a mean over positions is multiplied by
+
+    share = this rank's positions / the mean of those of the group's ranks
+
+so that its mean over the group is the loss of the whole sample; the means that metrics keep are weighted by it.
+Anywhere else, as in a step of the user's own, the model's outputs are whole, the same on all ranks of a group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from keras_hpc.job import current
+from keras_hpc.keras_hooks import keras_private, own_steps, running, seeds
+from keras_hpc.keras_hooks.data.arrays import digest
+from keras_hpc.spatial.partition import plan_of
+from keras_hpc.spatial.plan import Plan, Split, functional_of
+from keras_hpc.spatial.run import Runner
+
+Method = Callable[..., Any]
+MIN_ROWS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """The outputs of which a loss or metric is computed.
+
+    Attributes:
+        share: this rank's positions, divided by what the group's ranks have on average.
+        extents: rows of each spatial axis that this rank has.
+    """
+
+    share: float
+    extents: tuple[int, ...]
+
+    def check(self, values: Any, what: str) -> None:
+        """Raise unless there is a value for each position: what mixes positions cannot be added up from parts."""
+        found = tuple(values.shape[1 : 1 + len(self.extents)])
+        if found != self.extents:
+            raise ValueError(
+                f"{what} of outputs in parts has a value for each position, because ranks see a part of them only. "
+                f"Expected the shape (batch, {', '.join(map(str, self.extents))}, ...); or leave the model whole: "
+                f"keras_hpc.partition(model, parts=1). Received: {tuple(values.shape)}"
+            )
+
+
+class _Of(threading.local):
+    loss: _Part | None = None
+    metric: _Part | None = None
+
+
+_of = _Of()
+
+
+def install(job: Any, patcher: Any) -> None:
+    """Hooks models and their losses and metrics, in a job with groups."""
+    if job.group is None:
+        return
+    trainer = keras_private.get(keras_private.TRAINER)
+    function, functional = keras_private.get(keras_private.FUNCTION), keras_private.get(keras_private.FUNCTIONAL)
+    patcher.patch(trainer, "compile", _compile)
+    patcher.patch(trainer, "compute_loss", functools.partial(_on_parts, "loss"))
+    patcher.patch(trainer, "compute_metrics", functools.partial(_on_parts, "metric"))
+    patcher.patch(function, "_run_through_graph", _run_through_graph)
+    patcher.patch(functional, "input_spec", _input_spec)
+    patcher.patch(keras.metrics.Mean, "update_state", _weighted)
+
+
+# ---- plans
+
+
+def use(model: Any, plan: Plan) -> None:
+    """Compute a model by a plan from now on."""
+    group, known = current.job().group, current.job().known
+    outputs = {(split, tuple(x.shape[a] for a in sorted(split))) for x, split in _outputs_of(plan)}
+    if len(outputs) > 1:
+        raise ValueError(
+            "The outputs of a model in parts are all split alike, or all whole. End each with the same extents, or "
+            f"leave the model whole: keras_hpc.partition(model, parts=1). Received: `{model.name}` with outputs "
+            f"{[(tuple(x.shape), sorted(split)) for x, split in _outputs_of(plan)]}, of a shape and the split axes"
+        )
+    adding = [layer for layer in model._flatten_layers() if "add_loss" in keras_private.names_in(type(layer).call)]
+    own = [layer for layer in adding if not type(layer).__module__.startswith("keras.")]
+    if plan.is_split and own:
+        raise ValueError(
+            "A layer of a model in parts cannot add a loss of its own. Received: "
+            f"`{own[0].name}` ({type(own[0]).__name__})"
+        )
+    runner = Runner(plan, group, seeds.of_part) if plan.is_split else None
+    for one in (model, functional_of(model)):
+        state = known.model(one)
+        state.runner, state.is_planned = runner, True
+    for name in ("train_function", "test_function", "predict_function"):
+        if getattr(model, name, None) is not None:
+            setattr(model, name, None)  # they may have compiled what is not true any more
+
+
+def _outputs_of(plan: Plan) -> list[tuple[Any, Split]]:
+    return list(zip(plan.model.outputs, plan.outputs, strict=True))
+
+
+def _plan_once(model: Any) -> None:
+    """Plan a model, unless the user has."""
+    job = current.job()
+    function = functional_of(model)
+    state = job.known.model(function)
+    if state.is_planned and job.known.model(model).is_planned:
+        return
+    if hasattr(function, "_nodes_by_depth"):
+        use(model, plan_of(model, job.group.grid, MIN_ROWS))
+    elif isinstance(model, keras.Sequential):
+        raise ValueError(
+            "With init(spatial=) a model is planned when it is compiled. Expected a sequential model that begins with "
+            f"keras.Input. Received: `{model.name}`, which is not built"
+        )
+    else:
+        current.notice(f"model `{model.name}` is neither functional nor sequential: each rank computes all of it")
+
+
+def _compile(original: Method) -> Method:
+    @functools.wraps(original)
+    def compile_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if not current.is_local():
+            _plan_once(self)
+            if self.jit_compile is True and runner_of(self) is not None and keras.backend.backend() == "torch":
+                raise ValueError(
+                    "PyTorch's compiler cannot see what ranks exchange inside of a model in parts. Expected "
+                    f"jit_compile=False. Received: jit_compile=True for `{self.name}`"
+                )
+        return result
+
+    return compile_
+
+
+def runner_of(model: Any) -> Runner | None:
+    """Return what computes a model in parts; None: it is computed as ever."""
+    if not current.is_initialized() or current.job().group is None:
+        return None
+    runner: Runner | None = current.job().known.model(functional_of(model)).runner
+    return runner
+
+
+def gives_parts(model: Any) -> bool:
+    """Return whether outputs are this rank's parts in the steps of a model, and losses and metrics are of these."""
+    runner = runner_of(model)
+    return runner is not None and any(runner.plan.outputs) and _steps_are_keras_own(model)
+
+
+def _steps_are_keras_own(model: Any) -> bool:
+    trainer, base = keras_private.backend_trainer(), keras_private.get(keras_private.TRAINER)
+    own_test = getattr(model.test_step, "__func__", None) is trainer.test_step  # type: ignore[attr-defined]
+    names = ("compute_loss", "compute_metrics")
+    return (
+        own_steps.is_keras_own(model)
+        and own_test
+        and all(getattr(getattr(model, name), "__func__", None) is getattr(base, name) for name in names)
+    )
+
+
+# ---- the graph
+
+
+def _communicates() -> bool:
+    """Return whether what runs has values, and other ranks take part."""
+    in_symbolic_scope = keras_private.get(keras_private.IN_SYMBOLIC_SCOPE)
+    return current.active() and not running.building() and not in_symbolic_scope()
+
+
+def _run_through_graph(original: Method) -> Method:
+    @functools.wraps(original)
+    def run(self: Any, inputs: Any, operation_fn: Any = lambda op: op, call_fn: Any = None) -> Any:
+        runner = runner_of(self)
+        symbolic = any(isinstance(x, keras.KerasTensor) for x in keras.tree.flatten(inputs))
+        if runner is None or call_fn is not None or symbolic or not _communicates():
+            return original(self, inputs, operation_fn, call_fn)
+        step = running.step()
+        model = None if step is None else step.model
+        whole = model is None or functional_of(model) is not self or not gives_parts(model)
+        # Named here, where all ranks are: a model that one rank alone has compiled must not count.
+        return runner.run(inputs, operation_fn, whole, current.job().known.key_of(self, "model"))
+
+    return run
+
+
+def _input_spec(original: Any) -> Any:
+    """Let inputs have a part's rows."""
+
+    def input_spec(self: Any) -> Any:
+        spec = original.fget(self)
+        runner = runner_of(self)
+        if runner is None or not isinstance(spec, list):
+            return spec
+        relaxed = []
+        for one, tensor in zip(spec, self.inputs, strict=True):
+            split = runner.plan.splits[id(tensor)]
+            shape = tuple(None if axis in split else rows for axis, rows in enumerate(one.shape))
+            relaxed.append(
+                keras.InputSpec(
+                    shape=shape,
+                    name=one.name,
+                    optional=getattr(one, "optional", False),
+                    allow_last_axis_squeeze=one.allow_last_axis_squeeze,
+                )
+            )
+        return relaxed
+
+    return property(input_spec, original.fset)
+
+
+def as_whole(model: Any, batch: Any) -> Any:
+    """Return a batch whose tensors have the shapes of whole samples where they have those of a part."""
+    runner = runner_of(model)
+    if runner is None or batch is None:
+        return batch
+    inputs = [(x.shape, runner.plan.splits[id(x)]) for x in runner.plan.model.inputs]
+    outputs = [(x.shape, split) for x, split in _outputs_of(runner.plan)]
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
+    given = [*zip(keras.tree.flatten(x), inputs, strict=False)]
+    wholes = {id(leaf): _whole(leaf, *of) for leaf, of in given}
+    for leaf in keras.tree.flatten((y, weight)):
+        wholes.setdefault(id(leaf), _whole(leaf, *outputs[0]))
+    return keras.tree.map_structure(lambda leaf: wholes.get(id(leaf), leaf), batch)
+
+
+def _whole(leaf: Any, shape: Any, split: Split) -> Any:
+    found = list(getattr(leaf, "shape", None) or ())
+    group = current.job().group
+    for axis in split:
+        if axis < len(found):
+            begin, end = group.part(shape[axis], axis - 1)
+            found[axis] = shape[axis] if found[axis] == end - begin else found[axis]
+    if not found or found == list(leaf.shape):
+        return leaf
+    return keras.KerasTensor(tuple(found), keras.backend.standardize_dtype(leaf.dtype))
+
+
+def check_same_samples(model: Any, batch: Any) -> None:
+    """Raise on all ranks of a group unless they are given the same samples. Collective on the group.
+
+    Of what is split already, a rank cannot know the others' rows: there only the number of samples is compared.
+    """
+    runner = runner_of(model)
+    if runner is None:
+        return
+    group = current.job().group
+    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    wholes = [leaf for leaf in leaves if not _is_part(leaf, runner)]
+    mine = [[int(leaf.shape[0]) for leaf in leaves if len(leaf.shape)], digest(wholes)]
+    everyone = group.team.allgather_object(mine, "samples of a group")
+    if any(theirs != mine for theirs in everyone):
+        raise ValueError(
+            "The ranks of a group compute the same samples, each a part of them. Expected the same batch on all ranks "
+            f"of group {group.index}. Received: {[sizes for sizes, _ in everyone]} rows on them, of different contents "
+            "where these are equal"
+        )
+
+
+def _is_part(leaf: Any, runner: Runner) -> bool:
+    tensors = [(x, runner.plan.splits[id(x)]) for x in runner.plan.model.inputs] + _outputs_of(runner.plan)
+    return any(_whole(leaf, x.shape, split) is not leaf for x, split in tensors)
+
+
+# ---- losses and metrics
+
+
+def _on_parts(kind: str, original: Method) -> Method:
+    """Wrap `compute_loss` and `compute_metrics`: of parts, with targets and weights cut like them."""
+
+    @functools.wraps(original)
+    def compute(
+        self: Any,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        part = _part_of(self, y_pred)
+        if part is None:
+            return original(self, x, y, y_pred, sample_weight, *args, **kwargs)
+        if kind == "metric":
+            _check_metrics(self)
+        runner = runner_of(self)
+        y = keras.tree.map_structure(functools.partial(_cut, runner, "targets"), y)
+        sample_weight = keras.tree.map_structure(functools.partial(_cut, runner, "sample weights"), sample_weight)
+        with _computing(kind, part):
+            return original(self, x, y, y_pred, sample_weight, *args, **kwargs)
+
+    return compute
+
+
+@contextlib.contextmanager
+def _computing(kind: str, part: _Part) -> Iterator[None]:
+    before = getattr(_of, kind)
+    setattr(_of, kind, part)
+    try:
+        yield
+    finally:
+        setattr(_of, kind, before)
+
+
+def _part_of(model: Any, y_pred: Any) -> _Part | None:
+    """Return which part outputs are; None if they are whole, or nothing that has values."""
+    leaves = [leaf for leaf in keras.tree.flatten(y_pred) if leaf is not None]
+    if not leaves or isinstance(leaves[0], keras.KerasTensor) or not gives_parts(model):
+        return None
+    runner = runner_of(model)
+    if runner is None or running.step() is None or not _communicates():
+        return None
+    rank = len(runner.plan.model.outputs[0].shape)
+    return _Part(runner.share(0), tuple(int(rows) for rows in leaves[0].shape[1 : max(rank - 1, 2)]))
+
+
+def _cut(runner: Any, what: str, leaf: Any) -> Any:
+    """Return this rank's part of targets or weights, if they have the outputs' positions."""
+    if leaf is None:
+        return None
+    output, split = _outputs_of(runner.plan)[0]
+    axes = frozenset(axis for axis in split if axis < len(leaf.shape) and leaf.shape[axis] != 1)
+    return runner.cut(leaf, output.shape, axes, what)
+
+
+def is_of_part() -> bool:
+    """Return whether the loss that is computed is one of this rank's part."""
+    return _of.loss is not None
+
+
+def share_of_loss(values: Any, reduction: Any) -> float | None:
+    """Return what a mean over the positions of this rank's part is multiplied by; None if outputs are whole.
+
+    Raises:
+        ValueError: the loss has no value for each position, or is not reduced.
+    """
+    part = _of.loss
+    if part is None:
+        return None
+    part.check(values, "A loss")
+    if reduction in (None, "none"):
+        raise ValueError(f"A loss of outputs in parts is reduced. Expected a mean or a sum. Received: {reduction!r}")
+    return part.share
+
+
+def _weighted(original: Method) -> Method:
+    """Weigh what metrics average: Keras takes the mean of each sample first, and parts may have different sizes."""
+
+    @functools.wraps(original)
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        part = _of.metric
+        if part is None:
+            return original(self, values, sample_weight=sample_weight)
+        part.check(values, f"What the metric `{self.name}` averages")
+        weight = keras.ops.full((keras.ops.shape(values)[0],), part.share, self.dtype)
+        if sample_weight is not None:
+            weight = keras.ops.convert_to_tensor(sample_weight, self.dtype) * part.share
+        return original(self, values, sample_weight=weight)
+
+    return update_state
+
+
+def _check_metrics(model: Any) -> None:
+    for metric in _leaves(getattr(model._compile_metrics, "metrics", None) or []):
+        if not type(metric).update_state.__module__.startswith("keras."):
+            raise ValueError(
+                "A metric of your own may mix positions, of which ranks see a part only. Expected metrics of Keras, or "
+                "a function that returns a value for each position; or keras_hpc.partition(model, parts=1). Received: "
+                f"`{metric.name}` ({type(metric).__name__})"
+            )
+
+
+def _leaves(metrics: Any) -> Iterator[Any]:
+    for metric in metrics:
+        inner = getattr(metric, "metrics", None)
+        yield from _leaves(inner) if inner else [metric]

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computes a model as its plan says: this rank's part of every tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_hpc import backends
+from keras_hpc.spatial import windows
+from keras_hpc.spatial.fetch import Fetch, fetch
+from keras_hpc.spatial.group import Group
+from keras_hpc.spatial.plan import WHOLE, Plan, Split, Step
+
+Sum = Callable[[Any], Any]
+
+
+class _Layer(threading.local):
+    has_part: bool = False  # whether the layer that runs gives this rank's part of something
+    sum: Sum | None = None  # of vectors over the group, for what the layer needs of all positions
+
+
+_layer = _Layer()
+
+
+def has_part() -> bool:
+    """Return whether the layer that runs in this thread gives another part on each rank of the group."""
+    return _layer.has_part
+
+
+def group_sum() -> Sum | None:
+    """Return what adds up a vector over the group, with its gradient, while a layer runs that has a part; else None."""
+    return _layer.sum
+
+
+@contextlib.contextmanager
+def _running(part: bool, total: Sum | None) -> Iterator[None]:
+    before = _layer.has_part, _layer.sum
+    _layer.has_part, _layer.sum = part, total
+    try:
+        yield
+    finally:
+        _layer.has_part, _layer.sum = before
+
+
+class Runner:
+    """Computes a model together with the other ranks of the group.
+
+    Args:
+        plan: of the model.
+        group: the ranks.
+        drawing: returns a context in which a layer draws random numbers of this rank's own.
+    """
+
+    def __init__(
+        self, plan: Plan, group: Group, drawing: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
+        self.plan, self._group, self._drawing = plan, group, drawing
+        self._inner = {
+            id(node): Runner(step.plan, group, drawing) for node, step in plan.nodes() if step.plan is not None
+        }
+
+    def run(self, inputs: Any, operation_fn: Callable[[Any], Any], whole: bool, name: str) -> Any:
+        """Return the outputs of the model. Collective on the group.
+
+        Args:
+            inputs: as the model takes them; each tensor that is split may be whole, or this rank's part of it.
+            operation_fn: Keras' own: returns what calls an operation.
+            whole: whether outputs are wanted whole, or as this rank's parts.
+            name: of the model, the same on all ranks and of no other model.
+        """
+        model = self.plan.model
+        values = {}
+        for tensor, x in zip(model.inputs, keras.tree.flatten(inputs), strict=True):
+            values[id(tensor)] = self.cut(x, tensor.shape, self.plan.splits[id(tensor)], f"input `{tensor.name}`")
+        for number, (node, step) in enumerate(self.plan.nodes()):
+            # A layer may have several nodes.
+            of_node = f"{name}/{node.operation.name}/{number}"
+            outputs = self._compute(of_node, node, step, values, operation_fn)
+            values.update((id(x), y) for x, y in zip(node.outputs, keras.tree.flatten(outputs), strict=True))
+        outputs = [values[id(tensor)] for tensor in model.outputs]
+        if whole:
+            outputs = [
+                self._fetched(y, fetch(self.plan.grid, x.shape, split, WHOLE), f"{name}/output {number}")
+                for number, (x, y, split) in enumerate(zip(model.outputs, outputs, self.plan.outputs, strict=True))
+            ]
+        return keras.tree.pack_sequence_as(model._outputs_struct, outputs)
+
+    def cut(self, x: Any, shape: Sequence[int | None], split: Split, what: str) -> Any:
+        """Return this rank's part of a tensor that is whole; one that is this part already stays as it is.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        for axis in sorted(split):
+            extent = shape[axis] or 0
+            begin, end = self._group.part(extent, axis - 1)
+            rows = x.shape[axis]
+            if rows == extent:
+                x = _rows(x, axis, begin, end)
+            elif rows != end - begin:
+                raise ValueError(
+                    f"The ranks of a group have a part each of {what} of model `{self.plan.model.name}`. Expected all "
+                    f"{extent} rows of axis {axis}, or the {end - begin} rows from {begin} that keras_hpc.part says. "
+                    f"Received: {rows} rows"
+                )
+        return x
+
+    def share(self, number: int) -> float:
+        """Return this rank's positions of an output, divided by what the group's ranks have on average."""
+        tensor, split = self.plan.model.outputs[number], self.plan.outputs[number]
+        factor = 1.0
+        for axis in split:
+            begin, end = self._group.part(tensor.shape[axis], axis - 1)
+            factor *= (end - begin) * self.plan.grid.parts[axis - 1] / tensor.shape[axis]
+        return factor
+
+    # ---- nodes
+
+    def _compute(self, name: str, node: Any, step: Step, values: dict[int, Any], operation_fn: Any) -> Any:
+        layer = node.operation
+        mine = {}
+        for index, (tensor, read) in enumerate(zip(node.input_tensors, step.fetches, strict=True)):
+            mine[id(tensor)] = self._fetched(values[id(tensor)], read, f"{name}.{index}" if index else name)
+        if step.kind == "model":
+            return self._inner[id(node)].run([mine[id(x)] for x in node.input_tensors], operation_fn, False, name)
+        args, kwargs = node.arguments.fill_in(mine)
+        call = operation_fn(layer)
+        total = functools.partial(self._sum, name) if step.kind == "moments" else None
+        part = bool(step.splits[0])
+        with _running(part, total), self._drawing() if part and _may_draw(layer) else contextlib.nullcontext():
+            if step.kind == "window":
+                grid, place = self._group.grid, self._group.place
+                return windows.compute(layer, step.axes, step.splits[0], grid, place, args[0], call)
+            outputs = call(*args, **kwargs)
+        if step.kind in ("average", "maximum"):
+            return self._over_group(step.kind, name, node, args[0], outputs)
+        return outputs
+
+    def _over_group(self, kind: str, name: str, node: Any, x: Any, y: Any) -> Any:
+        """Return a global pooling of all parts, of that of this part."""
+        if kind == "average":  # the part's fraction of all positions, of which ranks may hold some several times
+            tensor = node.input_tensors[0]
+            y = y * (math.prod(x.shape[1:-1]) / self._positions(tensor.shape, self.plan.splits[id(tensor)]))
+        one = self._gathered(name, ops.reshape(y, (-1, 1, y.shape[-1])))
+        one = ops.sum(one, axis=1) if kind == "average" else ops.max(one, axis=1)
+        return ops.reshape(one, (-1, *y.shape[1:]))
+
+    def _positions(self, shape: Sequence[Any], split: Split) -> float:
+        """Return the positions of a tensor that all ranks of the group together hold."""
+        copies = self._group.size / math.prod(self._group.grid.parts[axis - 1] for axis in split)
+        return float(math.prod(shape[1:-1]) * copies)
+
+    def _sum(self, name: str, numbers: Any) -> Any:
+        """Return the sum of a vector over the group; its gradient is the sum of the gradients."""
+        return ops.sum(self._gathered(f"{name} sums", ops.reshape(numbers, (1, 1, -1))), axis=(0, 1))
+
+    def _gathered(self, name: str, row: Any) -> Any:
+        """Return (batch, ranks, channels) of (batch, 1, channels)."""
+        return backends.current().exchange(self._group.gather(name), row, 1)
+
+    # ---- fetches
+
+    def _fetched(self, x: Any, read: Fetch | None, name: str) -> Any:
+        if read is None:
+            return x
+        pads = {}
+        for one in read.axes:
+            move = one.move_at(self._group.place)
+            if one.communicates:
+                fill = 0.0 if read.fill == "edge" else read.fill
+                plain = one.without_padding() if read.fill == "edge" else one
+                made = self._group.exchange(f"{name} axis {one.axis}", plain, fill)
+                x = backends.current().exchange(made, x, one.axis)
+            elif move.own != (0, move.extent):
+                x = _rows(x, one.axis, *move.own)
+            if read.fill == "edge" or not one.communicates:
+                pads[one.axis] = move.pads
+        return _padded(x, pads, read.fill) if any(map(any, pads.values())) else x
+
+
+def _may_draw(layer: Any) -> bool:
+    """Return whether a layer may draw random numbers: one of Keras that has a generator, or one of the user's own."""
+    own = isinstance(layer, keras.layers.Layer) and not type(layer).__module__.startswith("keras.")
+    return own or hasattr(layer, "seed_generator")
+
+
+def _rows(x: Any, axis: int, begin: int, end: int) -> Any:
+    return x[(slice(None),) * axis + (slice(begin, end),)]
+
+
+def _padded(x: Any, pads: dict[int, tuple[int, int]], fill: Any) -> Any:
+    if fill != "edge":
+        widths = [pads.get(axis, (0, 0)) for axis in range(len(x.shape))]
+        return ops.pad(x, widths, constant_values=fill) if fill else ops.pad(x, widths)
+    for axis, (before, after) in pads.items():
+        first, last = _rows(x, axis, 0, 1), _rows(x, axis, x.shape[axis] - 1, x.shape[axis])
+        x = ops.concatenate([*[first] * before, x, *[last] * after], axis=axis)
+    return x

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of ranks that compute each sample together train, evaluate and predict as one rank does."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from keras_cases import assert_identical, enough, on_one_rank, values
+
+import keras_hpc
+
+RANKS = {"torch": (2, 3, 4)}
+TIMEOUT = 400
+TOLERANCE = 1e-5  # of the largest gradient
+
+# Of so many ranks; of 4, one group or two.
+GRIDS = {2: [(2, 1)], 3: [(3, 1)], 4: [(2, 2), (2, 1), *enough([(4, 1)])]}
+
+
+def ranks():
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.size
+
+
+@pytest.fixture(params=GRIDS.get(ranks(), []), ids=str)
+def grid(request):
+    keras_hpc.init(batch="global", spatial=request.param, check_replicas_every=2)
+    yield request.param
+    keras_hpc.finalize()
+
+
+def norm():
+    return layers.BatchNormalization(momentum=0.9, synchronized=True)
+
+
+def strided():
+    """Strided and dilated convolutions, even kernels, both poolings, padding of both kinds; a class for each image."""
+    return keras.Sequential([
+        keras.Input((45, 17, 3)),
+        layers.Conv2D(6, 5, strides=2, padding="same"), norm(), layers.ReLU(),
+        layers.Conv2D(6, (4, 3), padding="same"), layers.MaxPooling2D(3, strides=2, padding="same"),
+        layers.Conv2D(8, 3, dilation_rate=2, padding="same"), layers.LeakyReLU(),
+        layers.AveragePooling2D(2, strides=1, padding="same"), layers.DepthwiseConv2D(3, padding="same"),
+        layers.ZeroPadding2D(((2, 1), (0, 1))), layers.Conv2D(8, (2, 3)), layers.Cropping2D(((1, 0), (0, 0))),
+        layers.AveragePooling2D(2), layers.Flatten(), layers.Dense(10, activation="relu"), layers.Dense(4),
+    ])  # fmt: skip
+
+
+def residual():
+    """Squeeze and excitation, and global poolings."""
+    inputs = keras.Input((30, 10, 3))
+    x = layers.Conv2D(8, 3, padding="same", activation="tanh", kernel_regularizer="l2")(inputs)
+    short = layers.Conv2D(8, 1, strides=2, padding="same")(x)
+    x = layers.Conv2D(8, 3, strides=2, padding="same")(x)
+    x = layers.LeakyReLU()(x + short)
+    gate = layers.GlobalAveragePooling2D(keepdims=True)(x)
+    x = layers.Multiply()([x, layers.Dense(8, activation="sigmoid")(gate)])
+    x = layers.Concatenate()([layers.GlobalAveragePooling2D()(x), layers.GlobalMaxPooling2D()(x)])
+    return keras.Model(inputs, layers.Dense(4)(x))
+
+
+def unet():
+    """Skips, transposed convolutions and both ways of upsampling; a class for each pixel."""
+    inputs = keras.Input((43, 24, 2))
+    skips, x = [], layers.ZeroPadding2D(((2, 3), (0, 0)))(inputs)
+    for filters in (6, 8):
+        x = layers.ReLU()(norm()(layers.Conv2D(filters, 3, padding="same")(x)))
+        skips.append(x)
+        x = layers.MaxPooling2D(2)(x)
+    x = layers.Conv2D(8, 3, padding="same", activation="relu")(x)
+    x = layers.Conv2DTranspose(8, 3, strides=2, padding="same")(x)
+    x = layers.Concatenate()([x, skips.pop()])
+    x = layers.Conv2D(6, 3, padding="same", activation="relu")(x)
+    x = layers.UpSampling2D(2, interpolation="bilinear")(x)
+    x = layers.Concatenate()([x, skips.pop()])
+    x = layers.Cropping2D(((2, 3), (0, 0)))(layers.Conv2D(6, (5, 3), padding="same", activation="relu")(x))
+    return keras.Model(inputs, layers.Conv2D(3, 1)(x))
+
+
+def volumes():
+    """Models inside of a model, over volumes, whole at first."""
+    generator = keras.Sequential([
+        keras.Input((13,)), layers.Dense(4 * 4 * 4 * 3), layers.Reshape((4, 4, 4, 3)),
+        layers.UpSampling3D((2, 2, 3)), layers.ZeroPadding3D((2, 2, 0)), layers.Conv3D(4, (6, 5, 4)), norm(),
+        layers.Conv3DTranspose(3, 4, strides=2, padding="same"), layers.Conv3D(1, 2, activation="tanh"),
+    ])  # fmt: skip
+    discriminator = keras.Sequential([
+        keras.Input(generator.output_shape[1:]), layers.Conv3D(4, 5, strides=2, padding="same"), layers.LeakyReLU(),
+        norm(), layers.Conv3D(4, 3, padding="same"), layers.AveragePooling3D(2), layers.Flatten(), layers.Dense(4),
+    ])  # fmt: skip
+    inputs = keras.Input((13,))
+    return keras.Model(inputs, discriminator(generator(inputs)))
+
+
+def lines():
+    """One axis, causal."""
+    return keras.Sequential([
+        keras.Input((50, 3)),
+        layers.Conv1D(6, 4, padding="causal", dilation_rate=2, activation="tanh"),
+        layers.Conv1D(6, 3, strides=2, padding="same"), norm(), layers.AveragePooling1D(3, 2, padding="same"),
+        layers.Conv1DTranspose(4, 3, strides=2, padding="same"), layers.GlobalAveragePooling1D(), layers.Dense(4),
+    ])  # fmt: skip
+
+
+NETWORKS = [strided, residual, unet, volumes, lines]
+
+
+def compiled(network, loss=None, optimizer=None, **options):
+    keras.utils.set_random_seed(3)
+    model = network()
+    loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    options.setdefault("metrics", ["accuracy"])
+    model.compile(optimizer or keras.optimizers.SGD(1.0), loss, **options)
+    if keras_hpc.is_initialized():
+        with_parts = keras_hpc.partition(model, min_rows=1)
+        assert with_parts.is_split or network is lines  # of fewer axes than a job may split
+    return model
+
+
+def samples(network, count):
+    rng = np.random.default_rng(0)
+    inputs, outputs = (t[0].shape for t in (network.inputs, network.outputs))
+    x = rng.normal(size=(count, *inputs[1:])).astype("float32")
+    return x, rng.integers(0, outputs[-1], (count, *outputs[1:-1])).astype("int32")
+
+
+def my_group(array, batch):
+    """The rows of a batch that this rank's group computes."""
+    begin, end = (-(-batch * g // keras_hpc.group_count()) for g in (keras_hpc.group(), keras_hpc.group() + 1))
+    return array[begin:end]
+
+
+def gradients(model, before):
+    return [b - a for b, a in zip(before, values(model), strict=True)]
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_step_has_the_gradients_of_one_rank(network, grid):
+    if network is volumes and len(grid) > 2:
+        pytest.skip("two axes are enough")
+
+    def alone():
+        model = compiled(network)
+        x, y = samples(model, 4)
+        before = values(model)
+        loss = float(model.train_on_batch(x, y)[0])
+        return loss, gradients(model, before), [w.path for w in model.weights]
+
+    loss, expected, names = on_one_rank(alone)
+    model = compiled(network)
+    x, y = samples(model, 4)
+    before = values(model)
+    mine = float(model.train_on_batch(my_group(x, 4), my_group(y, 4))[0])
+    assert keras_hpc.allreduce(mine) == pytest.approx(loss, rel=1e-5)
+    largest = max(np.abs(g).max() for g, name in zip(expected, names, strict=True) if "moving" not in name)
+    assert largest > 1e-2
+    for name, found, want in zip(names, gradients(model, before), expected, strict=True):
+        assert np.abs(found - want).max() <= TOLERANCE * largest, (name, np.abs(found - want).max(), largest)
+    assert_identical(values(model))
+
+
+@pytest.mark.parametrize("network", [strided, unet])
+def test_fit_evaluate_and_predict(network, grid, tmp_path):
+    def train():
+        model = compiled(network, optimizer=keras.optimizers.SGD(0.05, momentum=0.9), weighted_metrics=["accuracy"])
+        x, y = samples(model, 7)
+        weight = np.linspace(0.5, 2, y.size).reshape(y.shape).astype("float32")
+        history = model.fit(x, y, sample_weight=weight, batch_size=4, epochs=2, shuffle=False, verbose=0,
+                            validation_data=(x[:5], y[:5])).history  # fmt: skip
+        scores = model.evaluate(x, y, batch_size=3, verbose=0)
+        outputs = model.predict(x, batch_size=2, verbose=0)
+        return {
+            "history": history,
+            "scores": scores,
+            "outputs": outputs,
+            "direct": np.array(_direct(model, x[:2])),
+        }, model
+
+    def alone():
+        results, model = train()
+        return results, values(model)
+
+    expected, weights = on_one_rank(alone)
+    found, model = train()
+    assert_identical(values(model))
+    for a, b in zip(values(model), weights, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=3e-5)
+    keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=5e-5), found, expected)
+    if keras_hpc.rank() == 0:  # a saved model knows nothing of parts, and one rank saves it
+        model.save(tmp_path / "model.keras")
+        with keras_hpc.local():
+            loaded = keras.saving.load_model(tmp_path / "model.keras")
+            x, _ = samples(model, 7)
+            np.testing.assert_allclose(loaded.predict(x, verbose=0), expected["outputs"], rtol=2e-5, atol=5e-5)
+    keras_hpc.barrier()
+
+
+def _direct(model, x):
+    return keras.ops.convert_to_numpy(model(x, training=False))
+
+
+LOSSES = {
+    "sum": lambda: keras.losses.MeanSquaredError(reduction="sum"),
+    "weighted mean": lambda: keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"),
+    "entropy": lambda: keras.losses.BinaryCrossentropy(from_logits=True),
+    "function": lambda: "mae",
+}
+
+
+def pixels():
+    inputs = keras.Input((13, 9, 2))
+    return keras.Model(inputs, layers.Conv2D(2, 3, padding="same")(inputs))
+
+
+def whole():
+    inputs = keras.Input((13, 9, 2))
+    x = layers.Flatten()(layers.Conv2D(2, 3, padding="same", activation="tanh")(inputs))
+    return keras.Model(inputs, layers.Dense(3)(x))
+
+
+@pytest.mark.parametrize("network", [pixels, whole])
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_losses_metrics_and_weights(network, loss, grid):
+    def train():
+        kinds = keras.metrics
+        metrics = [kinds.MeanSquaredError("a"), kinds.RootMeanSquaredError("b"), kinds.TruePositives(name="c")]
+        metrics += [kinds.BinaryAccuracy("d"), kinds.AUC(from_logits=True, name="e")]
+        optimizer = keras.optimizers.SGD(0.001 if loss == "sum" else 0.1)
+        model = compiled(network, LOSSES[loss](), optimizer, weighted_metrics=metrics, metrics=None)
+        x, _ = samples(model, 6)
+        y = (np.random.default_rng(1).random((6, *model.output_shape[1:])) > 0.5).astype("float32")
+        weight = np.random.default_rng(2).random(y.shape[:-1]).astype("float32")
+        history = model.fit(x, y, sample_weight=weight, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+        return {
+            "history": history,
+            "scores": model.evaluate(x, y, sample_weight=weight, batch_size=4, verbose=0),
+        }, model
+
+    def alone():
+        results, model = train()
+        return results, values(model)
+
+    expected, weights = on_one_rank(alone)
+    found, model = train()
+    for a, b in zip(values(model), weights, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+    keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+
+
+def test_a_reader_gives_this_ranks_part_only(grid):
+    def train(part):
+        model = compiled(unet, optimizer=keras.optimizers.SGD(0.1))
+        x, y = samples(model, 2)
+        axes = [keras_hpc.part(43), keras_hpc.part(24, axis=1)] if part else [(0, 43), (0, 24)]
+        rows = (slice(None), *(slice(*axis) for axis in axes))
+        logs = [model.train_on_batch(x[rows], y[rows], return_dict=True)["loss"] for _ in range(2)]
+        return [float(value) for value in logs], values(model)
+
+    assert [a.tolist() for a in train(True)[1]] == [a.tolist() for a in train(False)[1]]
+
+
+def test_groups_and_parts(grid):
+    size = int(np.prod(grid))
+    assert keras_hpc.group() == keras_hpc.rank() // size
+    assert keras_hpc.group_count() == keras_hpc.size() // size
+    rows = keras_hpc.allgather(
+        np.array([keras_hpc.part(7), keras_hpc.part(7, axis=1), keras_hpc.part(7, axis=2)])[None]
+    )
+    first = rows[:size]
+    if grid == (2, 2):
+        assert first[:, 0].tolist() == [[0, 3], [0, 3], [3, 7], [3, 7]]
+        assert first[:, 1].tolist() == [[0, 3], [3, 7], [0, 3], [3, 7]]
+    else:
+        assert first[0, 0, 0] == 0
+        assert first[-1, 0, 1] == 7
+        assert first[:, 1].tolist() == [[0, 7]] * size
+    assert rows[:, 2].tolist() == [[0, 7]] * keras_hpc.size()
+
+
+def test_random_layers_draw_by_part_and_group(grid):
+    inputs = keras.Input((16, 12, 2))
+    x = layers.Dropout(0.5)(layers.Conv2D(2, 1, kernel_initializer="ones")(inputs))
+    split = keras.Model(inputs, x)
+    split.compile("sgd", "mse")
+    ones = np.ones((1, 16, 12, 2), "float32")
+    masks = keras_hpc.allgather(keras.ops.convert_to_numpy(split(ones, training=True)))
+    size = int(np.prod(grid))
+    for group in range(keras_hpc.group_count()):
+        same = masks[group * size : (group + 1) * size]
+        assert all(np.array_equal(m, same[0]) for m in same), "the outputs are whole"
+    rows = keras_hpc.allgather_object(keras_hpc.part(16))
+    first, last = (masks[0][slice(*rows[r])] for r in (0, size - 1))
+    if grid[0] > 1 and len(first) == len(last):
+        assert not np.array_equal(first, last)
+
+
+def test_different_samples_in_a_group_are_refused(grid):
+    model = compiled(strided)
+    x, y = samples(model, 4)
+    with pytest.raises(ValueError, match="The ranks of a group compute the same samples"):
+        model.train_on_batch(x + keras_hpc.rank(), y)
+    with pytest.raises(ValueError, match="same data on all ranks"):
+        model.evaluate(x + keras_hpc.rank(), y, verbose=0)
+    with pytest.raises(ValueError, match="same data on all ranks"):
+        model.predict(x + keras_hpc.rank(), verbose=0)
+    with pytest.raises(ValueError, match="a part each of input"):
+        model.train_on_batch(x[:, :7], y)
+
+
+def test_losses_and_metrics_that_mix_positions_are_refused(grid):
+    x = np.ones((2, 13, 9, 2), "float32")
+
+    def mean_of_all(y_true, y_pred):
+        return keras.ops.mean((y_true - y_pred) ** 2)
+
+    with pytest.raises(ValueError, match=r"A loss of outputs in parts has a value for each position"):
+        compiled(pixels, keras.losses.Dice()).fit(x, x, verbose=0)
+    with pytest.raises(ValueError, match=r"A loss of outputs in parts has a value for each position"):
+        compiled(pixels, mean_of_all).fit(x, x, verbose=0)
+    with pytest.raises(ValueError, match=r"What the metric `mean_of_all` averages"):
+        compiled(pixels, "mse", metrics=[mean_of_all]).fit(x, x, verbose=0)
+
+    class Own(keras.metrics.Metric):
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            pass
+
+        def result(self):
+            return 0.0
+
+    with pytest.raises(ValueError, match=r"A metric of your own.*`own` \(Own\)"):
+        compiled(pixels, "mse", metrics=[Own(name="own")]).fit(x, x, verbose=0)
+
+
+def test_refusals_come_from_compile(grid):
+    model = keras.Sequential([keras.Input((36, 12, 4)), layers.Conv2D(4, 3), layers.GroupNormalization(2, name="odd")])
+    with pytest.raises(ValueError, match=r"`odd` \(GroupNormalization\) cannot be computed in parts"):
+        model.compile("sgd", "mse")
+    keras_hpc.partition(model, parts=1)
+    model.compile("sgd", "mse")  # each rank of a group computes all of it
+    x = np.ones((4, 36, 12, 4), "float32")
+    model.fit(x, np.ones((4, 34, 10, 4), "float32"), verbose=0)
+    with pytest.raises(ValueError, match=r"begins with keras\.Input"):
+        keras.Sequential([layers.Conv2D(3, 3)]).compile("sgd", "mse")
+    inputs = keras.Input((36, 12, 4))
+    y = layers.Conv2D(2, 3, padding="same")(inputs)
+    with pytest.raises(ValueError, match="split alike, or all whole"):
+        keras.Model(inputs, [y, layers.GlobalAveragePooling2D()(y)]).compile("sgd", "mse")
+    with pytest.raises(ValueError, match="arranged by init"):
+        keras_hpc.partition(model, parts=7)
+
+
+def test_steps_of_ones_own_get_whole_outputs(grid):
+    class Trainer(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return keras.ops.mean(keras.ops.max((y - y_pred) ** 2, axis=(1, 2, 3)))
+
+    def train():
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((13, 9, 2))
+        model = Trainer(inputs, layers.Conv2D(2, 3, padding="same")(inputs))
+        model.compile(keras.optimizers.SGD(0.1))
+        x, _ = samples(model, 4)
+        model.fit(x, np.tanh(x), batch_size=4, epochs=2, shuffle=False, verbose=0)
+        return values(model)
+
+    expected = on_one_rank(train)
+    for a, b in zip(train(), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+def test_arguments_of_init():
+    with pytest.raises(ValueError, match=f"Expected a number of ranks that {ranks() + 1} divides"):
+        keras_hpc.init(spatial=ranks() + 1)
+    with pytest.raises(ValueError, match="one team so far"):
+        keras_hpc.init(spatial=ranks(), teams=2)
+    with pytest.raises(ValueError, match="number of parts along each"):
+        keras_hpc.init(spatial=(2, 0))
