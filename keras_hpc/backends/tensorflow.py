@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_hpc.backends import library_path
+from keras_hpc.backends import library_path, tensorflow_exchange
+from keras_hpc.backends.tensorflow_exchange import after as after
 
 _ops: Any = None
 
 # Start and wait can do the work themselves.
 NEEDS_THREAD = False
 # Whether models can be computed in parts.
-HAS_EXCHANGES = False
+HAS_EXCHANGES = True
 # TensorFlow copies what is on a GPU to the host and back itself.
 PLANS_ON_GPU = False
 
@@ -226,6 +227,11 @@ def allreduce(team: Any, x: Any, op: str, what: str) -> tf.Tensor:
     reduced: tf.Tensor = _ops.khpc_allreduce(x, team=team.id, op=op, what=what)
     reduced.set_shape(x.shape)
     return reduced
+
+
+def exchange(exchange: Any, x: Any, axis: int, order: Any) -> tf.Tensor:
+    """Return this rank's window of a tensor that is split among the ranks of a group. Collective."""
+    return tensorflow_exchange.exchange(_ops.khpc_exchange, exchange, x, axis, order)
 
 
 def in_program() -> bool:

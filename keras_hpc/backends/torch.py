@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from keras_hpc.backends.torch_exchange import after as after
 from keras_hpc.backends.torch_exchange import exchange as exchange
 from keras_hpc.backends.torch_gradients import gradients_of as gradients_of
 from keras_hpc.backends.torch_tensors import bytes_of, dtype_of, number_of, stream_of, tensor_of

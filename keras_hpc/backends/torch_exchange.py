@@ -13,15 +13,21 @@ import torch
 from keras_hpc.backends.torch_tensors import bytes_of
 
 
-def exchange(exchange: Any, x: torch.Tensor, axis: int) -> torch.Tensor:
+def exchange(exchange: Any, x: torch.Tensor, axis: int, order: Any) -> torch.Tensor:
     """Return this rank's window of a tensor that is split among the ranks of a group. Collective, and its gradient is.
 
     Args:
         exchange: the engine's exchange.
         x: this rank's rows.
         axis: along which it is split.
+        order: not needed.
     """
     y: torch.Tensor = _Exchange.apply(exchange, x, axis)
+    return y
+
+
+def after(y: torch.Tensor, order: Any) -> torch.Tensor:
+    """Return the tensor: what was exchanged before is done."""
     return y
 
 

@@ -27,7 +27,7 @@ from keras_hpc.keras_hooks import keras_private, own_steps, running, seeds
 from keras_hpc.keras_hooks.data.arrays import digest
 from keras_hpc.spatial.partition import plan_of
 from keras_hpc.spatial.plan import Plan, Split, functional_of
-from keras_hpc.spatial.run import Runner
+from keras_hpc.spatial.run import Order, Runner
 
 Method = Callable[..., Any]
 MIN_ROWS = 4
@@ -190,7 +190,8 @@ def _run_through_graph(original: Method) -> Method:
         model = None if step is None else step.model
         whole = model is None or functional_of(model) is not self or not gives_parts(model)
         # Named here, where all ranks are: a model that one rank alone has compiled must not count.
-        return runner.run(inputs, operation_fn, whole, current.job().known.key_of(self, "model"))
+        name = current.job().known.key_of(self, "model")
+        return runner.run(inputs, operation_fn, whole, name, Order() if step is None else step.order)
 
     return run
 

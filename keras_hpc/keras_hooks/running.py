@@ -14,6 +14,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from keras_hpc.spatial.run import Order
+
 
 @dataclasses.dataclass
 class Step:
@@ -26,6 +28,7 @@ class Step:
         count: samples in this rank's batch, a number or a scalar tensor; None if the data has no batch axis.
         total: samples of all ranks, once they were exchanged.
         twin: whether one other rank with the same samples is imagined, instead of asking the others.
+        order: of the exchanges inside of models in parts.
         uses: how often each kind of exchange was used so far.
     """
 
@@ -35,6 +38,7 @@ class Step:
     count: Any
     total: Any = None
     twin: bool = False
+    order: Order = dataclasses.field(default_factory=Order)
     uses: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def next_use(self, what: str) -> int:

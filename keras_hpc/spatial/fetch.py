@@ -50,6 +50,17 @@ class AxisFetch:
         return any(self.move(part).receives for part in range(self.parts))
 
     @property
+    def cuts(self) -> bool:
+        """Whether any part drops rows that it has."""
+        moves = [self.move(part) for part in range(self.parts)]
+        return any(move.own != (0, move.extent) for move in moves)
+
+    @property
+    def pads(self) -> bool:
+        """Whether any part's window has padding."""
+        return any(any(self.move(part).pads) for part in range(self.parts))
+
+    @property
     def changes(self) -> bool:
         """Whether any part has other rows afterwards."""
         moves = [self.move(part) for part in range(self.parts)]

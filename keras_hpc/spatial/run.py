@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import threading
@@ -22,7 +23,19 @@ from keras_hpc.spatial.plan import WHOLE, Plan, Split, Step
 Sum = Callable[[Any], Any]
 
 
+@dataclasses.dataclass
+class Order:
+    """The order in which exchanges follow each other, where the framework knows no order of its own.
+
+    Attributes:
+        token: of the last one, which the next one takes; its gradient goes the other way. None: there was none.
+    """
+
+    token: Any = None
+
+
 class _Layer(threading.local):
+    order: Order  # of the exchanges of the model that runs
     has_part: bool = False  # whether the layer that runs gives this rank's part of something
     sum: Sum | None = None  # of vectors over the group, for what the layer needs of all positions
 
@@ -38,6 +51,16 @@ def has_part() -> bool:
 def group_sum() -> Sum | None:
     """Return what adds up a vector over the group, with its gradient, while a layer runs that has a part; else None."""
     return _layer.sum
+
+
+@contextlib.contextmanager
+def _exchanging(order: Order) -> Iterator[None]:
+    before = vars(_layer).get("order")
+    _layer.order = order
+    try:
+        yield
+    finally:
+        vars(_layer)["order"] = before
 
 
 @contextlib.contextmanager
@@ -67,7 +90,7 @@ class Runner:
             id(node): Runner(step.plan, group, drawing) for node, step in plan.nodes() if step.plan is not None
         }
 
-    def run(self, inputs: Any, operation_fn: Callable[[Any], Any], whole: bool, name: str) -> Any:
+    def run(self, inputs: Any, operation_fn: Callable[[Any], Any], whole: bool, name: str, order: Order) -> Any:
         """Return the outputs of the model. Collective on the group.
 
         Args:
@@ -75,7 +98,13 @@ class Runner:
             operation_fn: Keras' own: returns what calls an operation.
             whole: whether outputs are wanted whole, or as this rank's parts.
             name: of the model, the same on all ranks and of no other model.
+            order: of the exchanges of the step, or of this call.
         """
+        with _exchanging(order):
+            outputs = self._outputs(inputs, operation_fn, whole, name)
+            return keras.tree.map_structure(lambda y: backends.current().after(y, order), outputs)
+
+    def _outputs(self, inputs: Any, operation_fn: Callable[[Any], Any], whole: bool, name: str) -> Any:
         model = self.plan.model
         values = {}
         for tensor, x in zip(model.inputs, keras.tree.flatten(inputs), strict=True):
@@ -130,7 +159,7 @@ class Runner:
         for index, (tensor, read) in enumerate(zip(node.input_tensors, step.fetches, strict=True)):
             mine[id(tensor)] = self._fetched(values[id(tensor)], read, f"{name}.{index}" if index else name)
         if step.kind == "model":
-            return self._inner[id(node)].run([mine[id(x)] for x in node.input_tensors], operation_fn, False, name)
+            return self._inner[id(node)]._outputs([mine[id(x)] for x in node.input_tensors], operation_fn, False, name)
         args, kwargs = node.arguments.fill_in(mine)
         call = operation_fn(layer)
         total = functools.partial(self._sum, name) if step.kind == "moments" else None
@@ -164,7 +193,7 @@ class Runner:
 
     def _gathered(self, name: str, row: Any) -> Any:
         """Return (batch, ranks, channels) of (batch, 1, channels)."""
-        return backends.current().exchange(self._group.gather(name), row, 1)
+        return backends.current().exchange(self._group.gather(name), row, 1, _layer.order)
 
     # ---- fetches
 
@@ -178,12 +207,13 @@ class Runner:
                 fill = 0.0 if read.fill == "edge" else read.fill
                 plain = one.without_padding() if read.fill == "edge" else one
                 made = self._group.exchange(f"{name} axis {one.axis}", plain, fill)
-                x = backends.current().exchange(made, x, one.axis)
-            elif move.own != (0, move.extent):
+                x = backends.current().exchange(made, x, one.axis, _layer.order)
+            elif one.cuts:
                 x = _rows(x, one.axis, *move.own)
             if read.fill == "edge" or not one.communicates:
                 pads[one.axis] = move.pads
-        return _padded(x, pads, read.fill) if any(map(any, pads.values())) else x
+        # Also where this rank has none: all ranks' graphs are to have the same nodes.
+        return _padded(x, pads, read.fill) if any(one.pads for one in read.axes if one.axis in pads) else x
 
 
 def _may_draw(layer: Any) -> bool:

@@ -44,8 +44,9 @@ def compute(
     ]
     with _with_settings(layer, kinds.settings_of(layer)):
         y = call(x)
-    crops = [axis.crop(*part) for axis, part in zip(axes, rows, strict=True)]
-    if any(crop != (0, y.shape[i + 1]) for i, crop in enumerate(crops)):
+    # Ranks decide alike: their graphs are to have the same nodes.
+    if kind in (*kinds.TRANSPOSED, *kinds.UPSAMPLING):
+        crops = [axis.crop(*part) for axis, part in zip(axes, rows, strict=True)]
         y = y[(slice(None), *(slice(*crop) for crop in crops))]
     if kinds.averages_in_image(layer) and kinds.padding_of(layer, axes) != "edge":
         y = _without_padding(axes, rows, y)
@@ -58,7 +59,7 @@ def _without_padding(axes: Sequence[geometry.Axis], rows: Sequence[geometry.Rows
         if not isinstance(axis, geometry.Windowed):
             continue
         factors = [axis.width / count for count in axis.counts(*part)]
-        if any(factor != 1 for factor in factors):
+        if any(axis.sides):
             shape = [-1 if a == index + 1 else 1 for a in range(len(y.shape))]
             y = y * ops.reshape(ops.convert_to_tensor(factors, y.dtype), shape)
     return y

@@ -11,6 +11,9 @@
 //   khpc_jax_allreduce(x, token) -> x, token               keras_hpc.allreduce: in place, blocks. The token gives the
 //                                                          order among calls
 //
+//   khpc_jax_exchange(x, token) -> y, token                rows of other ranks, or their gradients; blocks. The token
+//                                                          gives the order among exchanges
+//
 // XLA's data flow gives the order: each start runs when its gradient exists, done after all starts. When `active` is
 // false (the same on all ranks), both leave the buffers as they are.
 #ifdef __SSE__
@@ -206,6 +209,22 @@ void allreduce(CallFrame& call) {
                               text_attribute(call, "op").c_str(), text_attribute(call, "what").c_str()));
 }
 
+void exchange(CallFrame& call) {
+  const Buffer& x = *call.arguments.values[0];
+  const Buffer& y = *call.results.values[0];
+  const int exchange = attribute(call, "exchange"), axis = attribute(call, "axis"),
+            adjoint = attribute(call, "adjoint");
+  const int64_t outer = std::accumulate(x.dims, x.dims + axis, int64_t{1}, std::multiplies<>());
+  const int64_t inner = std::accumulate(x.dims + axis + 1, x.dims + x.rank, int64_t{1}, std::multiplies<>());
+  const int64_t mine = khpc_exchange_rows(exchange), window = khpc_exchange_window(exchange);
+  if (mine < 0 || window < 0) throw std::runtime_error(khpc_last_error());
+  if (x.dims[axis] != (adjoint ? window : mine) || y.dims[axis] != (adjoint ? mine : window))
+    throw std::runtime_error("An exchange got other rows than it was made for.");
+  *static_cast<float*>(call.results.values[1]->data) = 0;
+  check(khpc_exchange_start(exchange, adjoint, x.data, outer, inner, name_of(x.dtype)));
+  check(khpc_exchange_wait(exchange, adjoint, y.data));
+}
+
 }  // namespace
 
 extern "C" KHPC_API Error* khpc_jax_start(CallFrame* frame) {
@@ -219,6 +238,9 @@ extern "C" KHPC_API Error* khpc_jax_turn(CallFrame* frame) {
 }
 extern "C" KHPC_API Error* khpc_jax_allreduce(CallFrame* frame) {
   return call<allreduce>(frame);
+}
+extern "C" KHPC_API Error* khpc_jax_exchange(CallFrame* frame) {
+  return call<exchange>(frame);
 }
 extern "C" KHPC_API Error* khpc_jax_second(CallFrame* frame) {
   return call<second>(frame);

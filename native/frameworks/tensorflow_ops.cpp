@@ -7,6 +7,7 @@
 //   KhpcSecond(z) -> w           the average that the second of two updates applies
 //   KhpcAllgather(x) -> rows     the rows of all ranks, in rank order
 //   KhpcAllreduce(x) -> y        keras_hpc.allreduce: needs no plan, so ranks need not trace alike
+//   KhpcExchange(x, token) -> y, after   rows of other ranks, or their gradients. Tokens put exchanges in one order
 //
 // Stateful, because TensorFlow runs stateful operations in program order, which is our order on all ranks, and never
 // folds, merges or drops them. Synchronous, because async kernels of the C API are used after they return.
@@ -275,6 +276,39 @@ struct Allreduce {
   const std::string op, what;
 };
 
+struct Exchange {
+  static constexpr const char* name = "KhpcExchange";
+  explicit Exchange(OpKernelConstruction* node)
+      : exchange(attribute(node, "exchange")), axis(attribute(node, "axis")), adjoint(attribute(node, "adjoint")) {}
+
+  void compute(OpKernelContext* context) const {
+    const TensorHandle x = input(context, 0);
+    std::vector<int64_t> shape = shape_of(x);
+    const auto at_axis = shape.begin() + axis;
+    const int64_t outer = std::accumulate(shape.begin(), at_axis, int64_t{1}, std::multiplies<>());
+    const int64_t inner = std::accumulate(at_axis + 1, shape.end(), int64_t{1}, std::multiplies<>());
+    const int64_t mine = khpc_exchange_rows(exchange), window = khpc_exchange_window(exchange);
+    if (mine < 0 || window < 0) throw std::runtime_error(khpc_last_error());
+    if (*at_axis != (adjoint ? window : mine))
+      throw std::runtime_error("An exchange got " + std::to_string(*at_axis) + " rows. Expected " +
+                               std::to_string(adjoint ? window : mine) + ".");
+    *at_axis = adjoint ? mine : window;
+    const DataType dtype = tf.TensorType(x.get()), float32 = 1;
+    const size_t nbytes = static_cast<size_t>(outer * *at_axis * inner) * tf.DataTypeSize(dtype);
+    Outcome outcome;
+    const TensorHandle y(
+        tf.AllocateOutput(context, 0, dtype, shape.data(), static_cast<int>(shape.size()), nbytes, outcome));
+    outcome.check();
+    const TensorHandle after(tf.AllocateOutput(context, 1, float32, nullptr, 0, sizeof(float), outcome));
+    outcome.check();
+    *static_cast<float*>(tf.TensorData(after.get())) = 0;
+    check(khpc_exchange_start(exchange, adjoint, tf.TensorData(x.get()), outer, inner, name_of(dtype)));
+    check(khpc_exchange_wait(exchange, adjoint, tf.TensorData(y.get())));
+  }
+
+  const int exchange, axis, adjoint;
+};
+
 // Exceptions end here, as the failure of the operation that TensorFlow then raises in Python.
 template <class Kernel>
 void* create(OpKernelConstruction* construction) {
@@ -318,12 +352,12 @@ void unknown_shape(ShapeInferenceContext* context, Status* status) {
 using Specs = std::vector<const char*>;
 
 template <class Kernel>
-void add_operation(const Specs& inputs, const char* output, const Specs& attributes, ShapeFunction* shape) {
+void add_operation(const Specs& inputs, const Specs& outputs, const Specs& attributes, ShapeFunction* shape) {
   OpDefinitionBuilder* operation = tf.NewOpDefinitionBuilder(Kernel::name);
   if (!inputs.empty()) tf.OpDefinitionBuilderAddAttr(operation, "T: {half, bfloat16, float, double, int32, int64}");
   for (const char* spec : attributes) tf.OpDefinitionBuilderAddAttr(operation, spec);
   for (const char* spec : inputs) tf.OpDefinitionBuilderAddInput(operation, spec);
-  tf.OpDefinitionBuilderAddOutput(operation, output);
+  for (const char* spec : outputs) tf.OpDefinitionBuilderAddOutput(operation, spec);
   tf.OpDefinitionBuilderSetIsStateful(operation, true);
   tf.OpDefinitionBuilderSetShapeInferenceFunction(operation, shape);
   Outcome outcome;
@@ -336,7 +370,7 @@ void add_operation(const Specs& inputs, const char* output, const Specs& attribu
     // On a GPU the same kernel runs on the host, and TensorFlow copies there and back. On a CPU the same words would
     // keep TensorFlow from forwarding any buffer: it takes one that must be on the host for another kind of memory.
     if (device == std::string("GPU"))
-      for (const Specs& arguments : {inputs, Specs{output}})
+      for (const Specs& arguments : {inputs, outputs})
         for (const char* spec : arguments)
           tf.KernelBuilder_HostMemory(builder, std::string(spec, strcspn(spec, ":")).c_str());
     tf.RegisterKernelBuilder(Kernel::name, builder, outcome);
@@ -348,12 +382,14 @@ void add_operation(const Specs& inputs, const char* output, const Specs& attribu
 std::string add_operations() {
   try {
     tf.bind();
-    add_operation<Start>({"x: T", "weight: double"}, "y: T", {"plan: int", "tensor: int"}, same_shape);
-    add_operation<Wait>({"y: T"}, "z: T", {"plan: int", "tensor: int"}, same_shape);
-    add_operation<Updates>({}, "count: int32", {"plan: int"}, scalar);
-    add_operation<Second>({"z: T"}, "w: T", {"plan: int", "tensor: int"}, same_shape);
-    add_operation<Allgather>({"x: T"}, "rows: T", {"team: int"}, unknown_shape);
-    add_operation<Allreduce>({"x: T"}, "y: T", {"team: int", "op: string", "what: string"}, same_shape);
+    add_operation<Start>({"x: T", "weight: double"}, {"y: T"}, {"plan: int", "tensor: int"}, same_shape);
+    add_operation<Wait>({"y: T"}, {"z: T"}, {"plan: int", "tensor: int"}, same_shape);
+    add_operation<Updates>({}, {"count: int32"}, {"plan: int"}, scalar);
+    add_operation<Second>({"z: T"}, {"w: T"}, {"plan: int", "tensor: int"}, same_shape);
+    add_operation<Allgather>({"x: T"}, {"rows: T"}, {"team: int"}, unknown_shape);
+    add_operation<Allreduce>({"x: T"}, {"y: T"}, {"team: int", "op: string", "what: string"}, same_shape);
+    add_operation<Exchange>({"x: T", "token: float"}, {"y: T", "after: float"},
+                            {"exchange: int", "axis: int", "adjoint: int"}, unknown_shape);
     return "";
   } catch (const std::exception& error) {
     return error.what();
