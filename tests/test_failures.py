@@ -66,6 +66,20 @@ def test_a_rank_that_fails_in_the_middle_of_a_call_ends_the_job(how, nodes, run_
     _check_end(done)
 
 
+@pytest.mark.parametrize("how", ["kill", "raise", "sleep"])
+def test_a_rank_that_does_not_come_to_an_exchange_ends_the_job(how, run_ranks):
+    done = run_ranks(2, [RANKS / "fail_spatial.py", how], backend="torch", expect_failure=True)
+    failed_at = float(re.search(r"FAILS AT ([\d.]+)", done.output)[1])
+    assert done.ended_at - failed_at < END_SECONDS
+    assert "trained to the end" not in done.output
+    if how == "sleep":
+        place = r"exchange model\d+/third/1 axis 1 forward"
+        assert re.search(
+            rf"rank 0 waited \d s in {place} \(.*\n.*  arrived: rank 0\n.*  missing: rank 1\n", done.output
+        )
+        assert re.search(rf"Waited 4 s in {place} \(team 1, rank 0\), from rank 1\.", done.output), done.output
+
+
 def test_abort_waits_until_its_output_was_read():
     # A launcher that is slow to read must not lose the reason: MPI_Abort kills it with what it has not read.
     script = (

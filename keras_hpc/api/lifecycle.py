@@ -98,12 +98,6 @@ def init(
             keras_hooks.check()
             if trace is not None and world.rank == 0:
                 tracing.check(trace)
-            if spatial is not None and not backends.current().HAS_EXCHANGES:
-                raise ValueError(
-                    "With init(spatial=) the ranks of a group exchange rows inside of a model, which keras_hpc can do "
-                    "with the PyTorch backend so far. Set KERAS_BACKEND=torch, or leave `spatial` out. "
-                    f"Received: spatial={spatial!r} with {backends.current().__name__.rpartition('.')[2]}"
-                )
             return backends.current()
 
         backend = launch.on_all_ranks(world, prepared)

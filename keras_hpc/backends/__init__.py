@@ -11,7 +11,7 @@ Every backend is one module with the same functions:
 - `reduce(plan, tensors, weight=None, active=None)`: reduce the tensors of a plan over the ranks of its team.
 - `turn`, `repeat`: the same for pipelined plans, and the updates that follow.
 - `allreduce(team, x, op, what)`: reduce one tensor, by a call that needs no plan; its gradient is not known here.
-- `exchange(exchange, x, axis, order)`: rows that other ranks of a group have, with its gradient, if `HAS_EXCHANGES`;
+- `exchange(exchange, x, axis, order)`: rows that other ranks of a group have, with its gradient;
   `after(y, order)`: a tensor that cannot be had before all exchanges so far.
 - `in_program()`: whether a compiled function is being made, in which tensors stand for values of its own.
 - `code_is_compiled()`: whether a compiler reads the code that asks.

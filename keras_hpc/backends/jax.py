@@ -19,16 +19,15 @@ from jax._src import (
 )
 from jax.interpreters import batching, mlir
 
-from keras_hpc.backends import jax_device, library_path
+from keras_hpc.backends import jax_device, jax_exchange, library_path
 from keras_hpc.backends.jax_device import number_of_gpu
 from keras_hpc.backends.jax_device import sees_gpus as sees_gpus
 from keras_hpc.backends.jax_device import use_device as use_device
+from keras_hpc.backends.jax_exchange import after as after
 from keras_hpc.job import current
 
 # Without one, `done` would block one of the few threads that XLA computes with.
 NEEDS_THREAD = True
-# Whether models can be computed in parts.
-HAS_EXCHANGES = False
 # Programs reach the engine with buffers of the device only.
 PLANS_ON_GPU = True
 PLATFORM_OF_GPU = "gpu"
@@ -61,7 +60,7 @@ def load() -> None:
         )
     path = library_path("keras_hpc_jax")
     library = ctypes.CDLL(path)
-    on_host = (_START, _DONE, _TURN, _SECOND, _ALLREDUCE)
+    on_host = (_START, _DONE, _TURN, _SECOND, _ALLREDUCE, jax_exchange.TARGET)
     on_gpu = (_START_ON, _WAIT_ON, _TURN_ON, _SECOND_ON, _ALLREDUCE_ON)
     platform = "cpu" if devices[0].platform == "cpu" else "CUDA"
     for name in on_host if number_of_gpu() is None else on_gpu:
@@ -226,6 +225,11 @@ def allreduce(team: Any, x: Any, op: str, what: str) -> jax.Array:
     team.settle = jax.effects_barrier  # programs run beside Python: what Python calls next must come after them
     reduced: jax.Array = _allreduce_p.bind(x, team=team.id, op=op, what=what)
     return reduced
+
+
+def exchange(exchange: Any, x: Any, axis: int, order: Any) -> jax.Array:
+    """Return this rank's window of an array that is split among the ranks of a group. Collective."""
+    return jax_exchange.exchange(_call, exchange, x, axis, order)
 
 
 def in_program() -> bool:

@@ -17,8 +17,6 @@ _ops: Any = None
 
 # Start and wait can do the work themselves.
 NEEDS_THREAD = False
-# Whether models can be computed in parts.
-HAS_EXCHANGES = True
 # TensorFlow copies what is on a GPU to the host and back itself.
 PLANS_ON_GPU = False
 

@@ -20,8 +20,6 @@ from keras_hpc.backends.torch_tensors import from_numpy as from_numpy
 
 # Start and wait can do the work themselves.
 NEEDS_THREAD = False
-# Whether models can be computed in parts.
-HAS_EXCHANGES = True
 # Plans are told whether their tensors are: some are on the host.
 PLANS_ON_GPU = False
 

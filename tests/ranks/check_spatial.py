@@ -9,7 +9,8 @@ from keras_cases import assert_identical, enough, on_one_rank, values
 
 import keras_hpc
 
-RANKS = {"tensorflow": (2,), "torch": (2, 3, 4)}
+RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2, 3, 4)}
+SOAK = {"tensorflow": (3, 4), "jax": (3, 4)}
 TIMEOUT = 400
 TOLERANCE = 1e-5  # of the largest gradient
 
