@@ -36,7 +36,7 @@ DTYPES = {
 EPSILON = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6, "float64": 1e-14, "int32": 0, "int64": 0}
 
 
-ALGORITHMS = ["recursive_doubling", "rabenseifner", "ring", "pairwise"]
+ALGORITHMS = ["recursive_doubling", "rabenseifner", "ring", "pairwise", "radix_k"]
 EVERY_SIZE = 2**62
 
 
@@ -53,7 +53,7 @@ def run(nodes, work, threads=1, timeout=20.0, measured=False):
         team = _native.Team(transports[rank], 0, threads, timeout, timeout)
         with contextlib.closing(team):
             if not measured:
-                team.add_choice("network", 0, EVERY_SIZE, ALGORITHMS[len(nodes) % 4])
+                team.add_choice("network", 0, EVERY_SIZE, ALGORITHMS[len(nodes) % len(ALGORITHMS)])
             result = work(team, rank)
             everyone.wait(30)  # a team is closed by all ranks together
             return result

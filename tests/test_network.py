@@ -33,6 +33,17 @@ def test_sums_on_2_to_16_nodes(size, algorithm):
     check([arrays[len(counts) :] for arrays in results], nodes, counts, dtypes, "sum")
 
 
+@pytest.mark.parametrize("size", [24, 136])
+def test_radix_k_with_two_and_three_digits(size):
+    def work(team, rank):
+        use(team, "radix_k")
+        x = np.arange(1003, dtype=np.float32) % 7 + rank
+        team.allreduce(as_bytes(x), "float32", "sum", "staged")
+        np.testing.assert_array_equal(x, size * (np.arange(1003) % 7) + size * (size - 1) // 2)
+
+    run(list(range(size)), work, 0, timeout=60)
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
 @pytest.mark.parametrize("shape", ["3 x 1", "3 + 2 + 2 scattered"])
@@ -113,7 +124,7 @@ def test_pairwise_adds_in_rank_order(size):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("wire", ["float16", "bfloat16"])
-@pytest.mark.parametrize("nodes", [[0, 1], [0, 1, 1, 2], list(range(7))], ids=str)
+@pytest.mark.parametrize("nodes", [[0, 1], [0, 1, 1, 2], list(range(7)), list(range(8))], ids=str)
 def test_16_bits_on_the_wire(nodes, wire, algorithm):
     """All ranks get the same bits, close to the sum of what was rounded."""
     counts = [1, 2, 3, 5_003, 300_001]

@@ -36,7 +36,7 @@ def test_ranks_choose_alike_and_once(nodes):
     ways = {
         "private": ("slot", "staged"),
         "segment": ("slot", "push"),
-        "network": ("recursive_doubling", "rabenseifner", "ring", "pairwise"),
+        "network": ("recursive_doubling", "rabenseifner", "ring", "pairwise", "radix_k"),
     }
     for place, begin, end, way in everyone[0]:
         assert begin < end

@@ -24,12 +24,12 @@ VARIABLE = "KERAS_HPC_ALLREDUCE"
 _WAYS = {
     "private": ("slot", "staged", "library"),
     "segment": ("slot", "push", "staged", "library"),
-    "network": ("recursive_doubling", "rabenseifner", "ring", "pairwise", "library"),
+    "network": ("recursive_doubling", "rabenseifner", "ring", "pairwise", "radix_k", "library"),
 }
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _SLOT_BYTES = 64 << 10
 _ANY = 2**63  # larger than any array
-_VERSION = 2  # of what is kept: ways or classes of sizes have changed where it differs
+_VERSION = 3  # of what is kept: ways or classes of sizes have changed where it differs
 
 
 Choice = list[Any]  # place, first byte, end, way

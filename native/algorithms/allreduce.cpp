@@ -6,7 +6,7 @@
 namespace keras_hpc {
 
 const char* name_of(Algorithm algorithm) {
-  constexpr const char* names[] = {"recursive_doubling", "rabenseifner", "ring", "pairwise", "library"};
+  constexpr const char* names[] = {"recursive_doubling", "rabenseifner", "ring", "pairwise", "radix_k", "library"};
   return names[static_cast<size_t>(algorithm)];
 }
 
@@ -14,7 +14,8 @@ Algorithm parse_algorithm(const std::string& name) {
   for (const Algorithm algorithm : kAlgorithms)
     if (name == name_of(algorithm)) return algorithm;
   throw Error(
-      "Unknown algorithm of an allreduce. Expected recursive_doubling, rabenseifner, ring, pairwise or library. "
+      "Unknown algorithm of an allreduce. Expected recursive_doubling, rabenseifner, ring, pairwise, radix_k or "
+      "library. "
       "Received: " +
       name);
 }
@@ -22,15 +23,18 @@ Algorithm parse_algorithm(const std::string& name) {
 Algorithm usual_algorithm(size_t nbytes, size_t peers) {
   // Below it the number of messages decides, above it the number of bytes.
   constexpr size_t small_bytes = 16 << 10;
-  constexpr size_t few_peers = 16;
+  // As many messages at once are fast, and one switch carries them; see docs/simulation.md.
+  constexpr size_t few_peers = 4, some_peers = 16, many_peers = 128;
   if (nbytes <= small_bytes) return Algorithm::recursive_doubling;
-  return peers <= few_peers ? Algorithm::pairwise : Algorithm::rabenseifner;
+  if (peers <= few_peers) return Algorithm::pairwise;
+  if (peers <= many_peers && radices(static_cast<int>(peers)).size() == 2) return Algorithm::radix_k;
+  return peers <= some_peers ? Algorithm::pairwise : Algorithm::rabenseifner;
 }
 
 const Schedule& Schedules::of(Algorithm algorithm, size_t count) {
   const auto [place, is_new] = made_.try_emplace({algorithm, count});
   if (is_new) {
-    constexpr Schedule (*make[])(int, int, size_t) = {recursive_doubling, rabenseifner, ring, pairwise};
+    constexpr Schedule (*make[])(int, int, size_t) = {recursive_doubling, rabenseifner, ring, pairwise, radix_k};
     place->second = make[static_cast<size_t>(algorithm)](static_cast<int>(peers_.ranks.size()), peers_.me, count);
   }
   return place->second;

@@ -22,9 +22,9 @@
 namespace keras_hpc {
 
 // See schedule.hpp; `library` is MPI_Iallreduce.
-enum class Algorithm { recursive_doubling, rabenseifner, ring, pairwise, library };
+enum class Algorithm { recursive_doubling, rabenseifner, ring, pairwise, radix_k, library };
 constexpr Algorithm kAlgorithms[] = {Algorithm::recursive_doubling, Algorithm::rabenseifner, Algorithm::ring,
-                                     Algorithm::pairwise, Algorithm::library};
+                                     Algorithm::pairwise,           Algorithm::radix_k,      Algorithm::library};
 const char* name_of(Algorithm algorithm);
 Algorithm parse_algorithm(const std::string& name);
 // A good guess where nothing has been measured.

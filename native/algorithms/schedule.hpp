@@ -3,7 +3,8 @@
 // allreduce.cpp carries it out.
 //
 // The order of a sum: recursive doubling and Rabenseifner add in a tree, the same one; pairwise in the order of ranks;
-// ring in that order too, but begun at another rank for each chunk. With two ranks all are the same.
+// ring in that order too, but begun at another rank for each chunk; radix_k in that order round by round. With two
+// ranks all are the same.
 #pragma once
 #include <cstddef>
 #include <vector>
@@ -42,6 +43,14 @@ Schedule ring(int p, int me, size_t count);
 // Two steps: every rank sends to each other rank the part that this one adds up, and then to all its sum. As many bytes
 // as the ring, without its latency, but p - 1 messages at once.
 Schedule pairwise(int p, int me, size_t count);
+
+// Pairwise in rounds, among the ranks that differ in one digit of their numbers: first among neighbours, who then hold
+// sums of a quarter each, then among ranks further away. As many bytes as the ring, most of them between neighbours; a
+// few dozen messages at once. Rabenseifner's has all digits of two, pairwise a single one of p.
+// T. Peterka et al.: A configurable algorithm for parallel image-compositing applications (2009), there called radix-k.
+Schedule radix_k(int p, int me, size_t count);
+// Its digits, those of the nearest ranks first; a single one: it is pairwise.
+std::vector<int> radices(int p);
 
 // Adds a transfer, unless it is empty.
 inline void add_move(std::vector<Move>& moves, int peer, size_t begin, size_t end) {

@@ -57,8 +57,9 @@ Algorithm AllreduceCall::measure_network(size_t nbytes) {
   const auto after = [&](size_t begin, size_t n, std::byte* from) { std::memcpy(bytes + 4 * begin, from, 4 * n); };
   std::vector<Candidate> candidates;
   for (const Algorithm algorithm : kAlgorithms) {
-    // Between two nodes these send what pairwise sends.
+    // These send what pairwise sends: between two nodes, and where there is a single digit.
     if (topology_.node_count == 2 && (algorithm == Algorithm::ring || algorithm == Algorithm::rabenseifner)) continue;
+    if (algorithm == Algorithm::radix_k && radices(topology_.node_count).size() == 1) continue;
     if (algorithm == Algorithm::library && !meeting_->has_library()) continue;
     const auto run = [&, algorithm] {
       if (owns_slice())

@@ -15,13 +15,13 @@ SOAK = {"torch": (3,)}
 ENV = {"MPIR_CVAR_NUM_CLIQUES": "8"}
 
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-ALGORITHMS = ("recursive_doubling", "rabenseifner", "ring", "pairwise", "library")
+ALGORITHMS = ("recursive_doubling", "rabenseifner", "ring", "pairwise", "radix_k", "library")
 COUNTS = (1, 5, 4001, 600_001)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _job():
-    keras_hpc.init(teams=5, wire_dtype="bfloat16")  # a team for each algorithm
+    keras_hpc.init(teams=6, wire_dtype="bfloat16")  # a team for each algorithm
     yield
     keras_hpc.finalize()
 
