@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import allreduce, gradients, machine, overlap, page, scaling, timeline, validation
+from benchmarks import allreduce, checkpoint, gradients, machine, overlap, page, scaling, timeline, validation
+from benchmarks.arguments import add_common, numbers, sizes
 from benchmarks.hosts import Hosts, HostsError
 from keras_hpc.errors import LaunchError
 from keras_hpc.job import launch
@@ -25,7 +26,6 @@ from keras_hpc.job.team import Team, make_team
 from keras_hpc.tools import launchers, simulator
 from keras_hpc.tools import timeline as timelines
 
-_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _VALIDATION = Path(__file__).resolve().parents[1] / "docs" / "performance" / "validation.json"
 _MBIT = "KERAS_HPC_BENCH_MBIT"  # tells the ranks how fast a network we made for them
 _SIZES = "4,256,2Ki,16Ki,128Ki,1Mi,8Mi,64Mi"
@@ -44,13 +44,13 @@ def main() -> int:
         "'private', an array of the process; 'segment', one made by keras_hpc.empty; 'fusion', 32 tensors of a "
         "training step. Starts its own ranks, or measures those that a launcher has started.",
     )
-    _add_common(sub)
+    add_common(sub)
     sub.add_argument(
         "--wire-dtype",
         choices=["float16", "bfloat16"],
         help="round our values, not MPI's, to 16 bits on their way between nodes",
     )
-    sub.add_argument("--bytes", type=_sizes, default=_sizes(_SIZES), metavar="LIST", help=f"sizes (default: {_SIZES})")
+    sub.add_argument("--bytes", type=sizes, default=sizes(_SIZES), metavar="LIST", help=f"sizes (default: {_SIZES})")
     sub.add_argument("--seconds", type=float, default=3.0, metavar="S", help="time for each size (default: 3)")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="draw time and bandwidth there (PNG; needs matplotlib)")
     sub.set_defaults(run=_allreduce)
@@ -62,17 +62,30 @@ def main() -> int:
         "the step before. Each rank computes and communicates on one core. Starts its own ranks, or measures those "
         "that a launcher has started.",
     )
-    _add_common(sub)
+    add_common(sub)
     sub.add_argument(
         "--backend",
         choices=gradients.BACKENDS,
         help="time small gradients on their way from it to the engine and back instead",
     )
     sub.add_argument("--tensors", type=int, metavar="N", help="of a step (default: 8, with --backend 160)")
-    sub.add_argument("--bytes", type=_sizes, metavar="SIZE", help="of each tensor (default: 1Mi, with --backend 1Ki)")
+    sub.add_argument("--bytes", type=sizes, metavar="SIZE", help="of each tensor (default: 1Mi, with --backend 1Ki)")
     sub.add_argument("--compute-ms", type=float, default=4.0, metavar="MS", help="computing of a step (default: 4)")
     sub.add_argument("--steps", type=int, default=100, metavar="N", help="timed steps of each kind (default: 100)")
     sub.set_defaults(run=_overlap, plot=None)
+    sub = kinds.add_parser(
+        "checkpoint",
+        help="time checkpoints behind training",
+        description="Times how long callbacks.Checkpoint makes training wait, beside the old way, in which the first "
+        "rank writes and all wait, and how much steps slow down while it writes. Starts its own ranks, or measures "
+        "those that a launcher has started.",
+    )
+    add_common(sub)
+    sub.add_argument("--backend", choices=gradients.BACKENDS, default="tensorflow", help="(default: tensorflow)")
+    sub.add_argument("--bytes", type=sizes, default=[2**30], metavar="SIZE", help="weights and optimizer, about")
+    sub.add_argument("--saves", type=int, default=3, metavar="N", help="timed ones of each kind (default: 3)")
+    sub.add_argument("--folder", type=Path, help="on which disk (default: the temporary files')")
+    sub.set_defaults(run=_checkpoint, plot=None)
     sub = kinds.add_parser(
         "timeline",
         help="record when a training step has which gradient",
@@ -103,11 +116,11 @@ def main() -> int:
         "one rank on each, and simulates the same (needs root, iproute2 and SimGrid).",
     )
     sub.add_argument(
-        "--hosts", type=_numbers, default=[2, 4, 8], metavar="LIST", help="numbers of them (default: 2,4,8)"
+        "--hosts", type=numbers, default=[2, 4, 8], metavar="LIST", help="numbers of them (default: 2,4,8)"
     )
     sub.add_argument(
         "--mbit",
-        type=_numbers,
+        type=numbers,
         default=[200, 1000, 2500, 0],
         metavar="LIST",
         help="bandwidths of their links, Mbit/s; 0: no limit, where latency decides (default: 200,1000,2500,0)",
@@ -127,36 +140,6 @@ def main() -> int:
     arguments = parser.parse_args()
     status: int = arguments.run(arguments)
     return status
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, metavar="N", help="start so many ranks on this machine (default: 2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
-    parser.add_argument(
-        "--hosts",
-        type=int,
-        metavar="N",
-        help="make so many throw-away hosts on this machine, with --ranks ranks each (needs root and iproute2)",
-    )
-    parser.add_argument("--mbit", type=int, metavar="M", help="bandwidth of each host, Mbit/s each way (default: 2500)")
-
-
-def _sizes(text: str) -> list[int]:
-    sizes = []
-    for word in text.split(","):
-        number, unit = (word[:-2], _UNITS[word[-2:]]) if word[-2:] in _UNITS else (word, 1)
-        if not number.strip().isdecimal() or int(number) * unit % 4 or int(number) == 0:
-            raise argparse.ArgumentTypeError(
-                f"a size is a number of bytes, a multiple of 4, such as 4, 2Ki or 64Mi. Received: {word!r}"
-            )
-        sizes.append(int(number) * unit)
-    return sizes
-
-
-def _numbers(text: str) -> list[int]:
-    if not all(word.isdecimal() for word in text.split(",")):
-        raise argparse.ArgumentTypeError(f"expected numbers, such as 2,4. Received: {text!r}")
-    return [int(word) for word in text.split(",")]
 
 
 def _world_of(arguments: argparse.Namespace) -> launch.World:
@@ -249,6 +232,22 @@ def _overlap(arguments: argparse.Namespace) -> int:
     seconds = arguments.compute_ms / 1e3
     report["rows"] = overlap.measure(team_that_waits, tensors, nbytes, seconds, arguments.steps, done=show)
     _end_report(world, report, arguments.json)
+    return 0
+
+
+def _checkpoint(arguments: argparse.Namespace) -> int:
+    os.environ["KERAS_BACKEND"] = arguments.backend
+    world = _world_of(arguments)
+    import keras_hpc
+
+    keras_hpc.init()
+    report = _start_report(world, "checkpoint")
+    row = {"backend": arguments.backend} | checkpoint.measure(arguments.bytes[0], arguments.saves, arguments.folder)
+    if world.rank == 0:
+        print(checkpoint.table(row), flush=True)
+    report["rows"] = [row]
+    _end_report(world, report, arguments.json)
+    keras_hpc.finalize()
     return 0
 
 

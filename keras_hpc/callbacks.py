@@ -30,27 +30,41 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
     `append=True`. `on_epoch_begin` of other callbacks is called again for an epoch that goes on. `every_steps` counts
     but waits for the end of an epoch whose length is not known, and so does a signal that comes during validation.
 
+    Only to copy the values into memory makes training wait; a thread of each rank writes them then, and only the next
+    save waits for it, or the end of `fit`. Where all ranks see the folder, each writes a part of it; else the first
+    writes alone. Files are in the safetensors format, with digests.
+
     On another number of ranks, training goes on after as many samples, rounded down to whole steps, and says what
     changed. SIGTERM and SIGUSR1 make all ranks save and exit with status 0; a file `interrupted` in the folder then
     tells the job script to start again (docs/clusters.md). A handler of your own for them stays. Each `fit` needs a
-    path of its own; one that has ended does not train again unless `epochs` grows. Only the first rank reads and
-    writes.
+    path of its own; one that has ended does not train again unless `epochs` grows.
+
+    In a loop of your own it is no callback: call `save` and `restore`.
 
     Collective: every rank needs it.
 
     Args:
-        path: a folder for this `fit` alone.
-        every_steps: save after so many steps, and at the end of training. None: after each epoch.
+        path: a folder for this `fit` or loop alone.
+        every_steps: save after so many steps, and at the end of training. None: after each epoch. Not for loops.
         keep: how many checkpoints stay.
 
     Raises:
         OSError: from `fit`, on all ranks: nothing can be written there, or the disk is too full, before training if
-            that is known then. A checkpoint that could not be written leaves those before it.
+            that is known then, else within about a second. A checkpoint that could not be written leaves those before.
         ValueError: from `fit`, on all ranks: the checkpoint is of another model or backend.
 
     Example:
     ```python
     model.fit(x, y, epochs=20, callbacks=[keras_hpc.callbacks.Checkpoint("checkpoints/run", every_steps=200)])
+    ```
+
+    ```python
+    checkpoint = keras_hpc.callbacks.Checkpoint("checkpoints/loop")
+    state = checkpoint.restore(model) or {"step": 0}
+    for step in range(state["step"], 100):
+        model.train_on_batch(*batch_of(step))
+        if (step + 1) % 20 == 0:
+            checkpoint.save(model, step=step + 1, state={"step": step + 1})
     ```
     """
 
@@ -71,6 +85,48 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
                 "Checkpoint saves what all ranks hold. Expected a `fit` outside of `keras_hpc.local()`, where "
                 "BackupAndRestore of Keras works. Received: a `fit` inside"
             )
+
+    def restore(self, *models: Any) -> Any:
+        """Give models what the newest checkpoint of a loop holds. Collective.
+
+        Weights, optimizers, seeds, each rank's statistics and waiting gradients, averages that pipelined teams hold
+        back, and the random states of Python, NumPy, Keras and PyTorch. Not what metrics have counted.
+
+        Args:
+            models: the same, in the same order, as `save` gets. Built ones; an optimizer that is not built gets all
+                trainable variables of its model.
+
+        Returns:
+            the `state` that `save` was given, or None where there is no checkpoint: then nothing is changed.
+
+        Raises:
+            OSError: on all ranks: nothing can be written in the folder, or all checkpoints are damaged.
+            ValueError: on all ranks: the checkpoint is of other models, or of a `fit`.
+        """
+        return current.job().checkpoints.restore(self, models)
+
+    def save(self, *models: Any, step: int, state: Any = None) -> None:
+        """Save models and all that their training depends on, while the loop goes on. Collective.
+
+        Between steps. The call waits for the one before to be written; `wait` does, too, and the end of the job.
+
+        Args:
+            models: compiled ones, on teams of the same ranks; they may share layers.
+            step: numbers the checkpoint; the largest number is the newest. The same on all ranks.
+            state: what else your loop has to know, for JSON: the first rank's counts.
+
+        Raises:
+            OSError: on all ranks: the checkpoint before could not be written, or nothing can be written there.
+        """
+        current.job().checkpoints.save(self, models, step, state)
+
+    def wait(self) -> None:
+        """Wait until what `save` has begun is written. Collective.
+
+        Raises:
+            OSError: on all ranks: it could not be written.
+        """
+        current.job().checkpoints.wait(self)
 
 
 class CommunicationReport(keras.callbacks.Callback):  # type: ignore[misc]

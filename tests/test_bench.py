@@ -118,3 +118,15 @@ def test_overlap(run_ranks, tmp_path):
 def test_wrong_use_is_explained(words, ranks, said, run_ranks):
     output = run_ranks(ranks, ["-m", "benchmarks", *words], mpi=ranks > 1, expect_failure=True).output
     assert said in output
+
+
+def test_checkpoint_reports_what_blocks(run_ranks, tmp_path):
+    report = tmp_path / "report.json"
+    args = ["-m", "benchmarks", "checkpoint", "--backend", "torch", "--bytes", "4Mi", "--saves", "1", "--json", report]
+    text = run_ranks(1, [*args, "--folder", tmp_path], mpi=False, backend="torch").output
+    (row,) = json.loads(report.read_text())["rows"]
+    assert row["megabytes"] == 50
+    assert row["blocking_ms"] > 0
+    assert row["of_old"] == pytest.approx(row["blocking_ms"] / row["old_ms"], rel=0.01, abs=0.01)
+    assert text.count("Checkpoint blocks") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]

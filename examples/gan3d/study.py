@@ -75,7 +75,7 @@ def train(run, args, core=0):
         "--schedule-g": run.schedule,
     }
     flags = ["--keep-generators", "--decay"]
-    if (folder / "checkpoint.npz").exists():
+    if list((folder / "checkpoint").glob("step-*")):
         flags.append("--resume")
     folder.mkdir(parents=True, exist_ok=True)
     if len(tables.read(folder / "epochs.csv")) < args.epochs:

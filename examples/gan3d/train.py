@@ -4,12 +4,13 @@
 python -m examples.gan3d.train --data showers.h5 --out results/gan3d
 mpiexec -n 2 python -m examples.gan3d.train --data showers.h5 --out results/gan3d
 
-The folder of --out then holds checkpoint.npz, generator.weights.h5, discriminator.weights.h5, losses.csv with a line
-for each step, and epochs.csv with one for each epoch: its time, and what communication cost.
+The folder of --out then holds a folder of checkpoints, generator.weights.h5, discriminator.weights.h5, losses.csv with
+a line for each step, and epochs.csv with one for each epoch: its time, and what communication cost.
 """
 
 import argparse
 import csv
+import shutil
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import keras
 import numpy as np
 
 import keras_hpc
-from examples.gan3d import checkpoint, networks
+from examples.gan3d import networks
 from examples.gan3d.data import Showers, fit_response
 
 FLIPPED_LABELS = 0.05  # of the discriminator's labels are wrong on purpose, so that it does not become too sure
@@ -75,6 +76,7 @@ class Gan:
         keras_hpc.assign_team(self.discriminator, 0)
         self.combined.compile(**networks.compile_arguments(preset, learning_rate))
         keras_hpc.assign_team(self.combined, 1)
+        self.combined.optimizer.build(self.generator.trainable_variables)  # the discriminator is frozen in its steps
         self.models = [self.discriminator, self.combined]
 
     def step(self, batch, rng):
@@ -202,24 +204,24 @@ def main(argv=None):
         "steps": steps,
         "decay": args.epochs if args.decay else 0,
     }
+    keras.utils.set_random_seed(args.seed)
+    gan = Gan(args.preset, fit_response(args.data), args.learning_rate)
+    checkpoint = keras_hpc.callbacks.Checkpoint(args.out / "checkpoint", keep=1)
+    if not args.resume and rank == 0:
+        shutil.rmtree(args.out / "checkpoint", ignore_errors=True)
+    keras_hpc.barrier()
     first_epoch = 0
+    saved = checkpoint.restore(*gan.models)
     if args.resume:
-        saved = checkpoint.facts(args.out)
+        if saved is None:
+            raise SystemExit(f"There is no checkpoint in {args.out} to go on from.")
         first_epoch = saved.pop("epochs")
         if saved != facts:
             raise SystemExit(f"The checkpoint in {args.out} is of a run with {saved}. This one has {facts}.")
-
-    keras.utils.set_random_seed(args.seed)
-    gan = Gan(args.preset, fit_response(args.data), args.learning_rate)
-    # Two updates of each network in a step; a resumed run makes one step before its first epoch.
-    synchronous = 2 * (steps * max(0, args.synchronous_epochs - first_epoch) + (first_epoch > 0))
+    # Two updates of each network in a step.
+    synchronous = 2 * steps * max(0, args.synchronous_epochs - first_epoch)
     keras_hpc.configure_team(0, schedule=args.schedule_d, synchronous_steps=synchronous)
     keras_hpc.configure_team(1, schedule=args.schedule_g, synchronous_steps=synchronous)
-    if first_epoch:
-        # Makes the optimizers' variables, and the ranks equal; what it does to the networks is forgotten.
-        gan.step(next(showers.epoch(0)), np.random.default_rng(0))
-        gan.settle()
-        checkpoint.restore(args.out, gan.models)
 
     args.out.mkdir(parents=True, exist_ok=True)
     if rank == 0:
@@ -227,7 +229,6 @@ def main(argv=None):
         epochs_csv = Table(args.out / "epochs.csv", EPOCH_COLUMNS, first_epoch)
     for epoch in range(first_epoch, args.epochs):
         rng = np.random.default_rng([args.seed, rank, epoch])
-        checkpoint.reseed(gan.models, args.seed, rank, epoch)
         title = f"epoch {epoch + 1}/{args.epochs}"
         left = 1 - (epoch * steps + np.arange(steps)) / (args.epochs * steps)  # of the training
         rates = args.learning_rate * (np.minimum(1, 2 * left) if args.decay else np.ones(steps))
@@ -242,7 +243,8 @@ def main(argv=None):
             gan.discriminator.save_weights(args.out / "discriminator.weights.h5")
             if args.keep_generators:
                 gan.generator.save_weights(args.out / f"generator-{epoch + 1}.weights.h5")
-            checkpoint.save(args.out, gan.models, facts | {"epochs": epoch + 1})
+        checkpoint.save(*gan.models, step=epoch + 1, state=facts | {"epochs": epoch + 1})
+    checkpoint.wait()
     keras_hpc.check_replicas(gan.combined)
     return gan
 

@@ -197,6 +197,8 @@ def finalize() -> None:
         job.at_end.callback(exit.leave, job)
         job.at_end.callback(tracing.finish, job)
         job.at_end.callback(keras_hooks.say_what_is_left)
+        if job.guard.exit_code == 0:
+            job.at_end.callback(job.checkpoints.finish)
 
 
 @atexit.register

@@ -54,6 +54,7 @@ class Job:
         said: what the user was told and needs to be told once only.
         marks: of the files that this rank has saved.
         meters: what teams with `report_every` have done, by their number.
+        checkpoints: those that loops of the user's own keep.
         at_end: gives back, in the reverse order, what `init` has taken.
     """
 
@@ -80,6 +81,7 @@ class Job:
     said: set[str] = dataclasses.field(default_factory=set)
     marks: Any = None
     meters: dict[int, Any] = dataclasses.field(default_factory=dict)
+    checkpoints: Any = None
     at_end: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     @property

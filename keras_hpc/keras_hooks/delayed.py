@@ -222,24 +222,24 @@ def drained(model: Any) -> Iterator[None]:
             backend.assign(variable, value)
 
 
-def outstanding(model: Any) -> list[tuple[int, int, list[np.ndarray]]]:
-    """Return the averages that a model's variables wait for; they go on waiting. Collective in effect.
+def outstanding(models: Sequence[Any]) -> list[tuple[int, int, list[np.ndarray]]]:
+    """Return the averages that models' variables wait for; they go on waiting. Collective in effect.
 
     Returns:
         Of each, the number of its optimizer and line, and its arrays, as `restore` takes them.
     """
-    late = list(map(id, _outstanding_lines(model)))
+    late = {id(line) for model in models for line in _outstanding_lines(model)}
     return [
         (number, place, line.plan.take(keep=True))
-        for number, optimizer in enumerate(model_variables.optimizers_of(model))
+        for number, optimizer in enumerate(_optimizers_of(models))
         for place, line in enumerate(current.job().known.optimizer(optimizer).delayed)
         if id(line) in late
     ]
 
 
-def restore(model: Any, averages: Sequence[tuple[int, int, list[np.ndarray]]]) -> None:
-    """Make averages outstanding that an earlier process held. On every rank of the model's team."""
-    optimizers = model_variables.optimizers_of(model)
+def restore(models: Sequence[Any], averages: Sequence[tuple[int, int, list[np.ndarray]]]) -> None:
+    """Make averages outstanding that an earlier process held. On every rank of the models' teams."""
+    optimizers = _optimizers_of(models)
     for number, place, arrays in averages:
         known = current.job().known.optimizer(optimizers[number])
         if place < len(known.delayed):
@@ -303,6 +303,10 @@ def _outstanding_lines(model: Any) -> list[DelayedAverage]:
     for line in lines:
         keras.ops.convert_to_numpy(line.optimizer._iterations)  # JAX may be computing it still
     return [line for line in lines if line.plan.outstanding()]
+
+
+def _optimizers_of(models: Sequence[Any]) -> list[Any]:
+    return model_variables.unique(optimizer for model in models for optimizer in model_variables.optimizers_of(model))
 
 
 def _with_held(optimizer: Any) -> list[Any]:

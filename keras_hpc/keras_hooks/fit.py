@@ -108,7 +108,7 @@ def _fit(original: Method) -> Method:
                 root_only.drop(self, bound.arguments)
                 current.team_of(self).retire(current.job().known.gone)
             if session is not None:
-                with session.request:
+                with session:
                     try:
                         result = original(*bound.args, **bound.kwargs)
                     finally:

@@ -20,6 +20,7 @@ from keras_hpc.keras_hooks import (
     seeds,
     torch_optim,
 )
+from keras_hpc.keras_hooks.checkpoint.loops import Checkpoints
 
 _MISSING = object()
 
@@ -92,6 +93,7 @@ def begin(job: Any) -> None:
     earlier_traces.forget(job)
     seeds.share(job.teams[0])
     saving.begin(job)
+    job.checkpoints = Checkpoints()
 
 
 def uninstall(job: Any) -> None:

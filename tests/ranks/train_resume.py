@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains with a checkpoint: `train_resume.py FOLDER HOW STEP SIGNAL`. test_resume.py stops it and starts it again.
 
-HOW: words of "whole" (train undisturbed before, in another folder), "pipelined", "accumulate", "dataset", with commas
-between them. STEP: after so many steps the last rank sends itself SIGNAL, or all ranks do where that is in capitals; 0:
-never. "wait" as SIGNAL says so on stdout instead and trains slowly from then on; with "later" the first rank, which
-writes, is killed at any moment soon after. At the end the first rank writes FOLDER/whole.json and FOLDER/run.json.
+HOW: words of "whole" (train undisturbed before, in another folder), "pipelined", "accumulate", "dataset", "large" (13
+MB to save), with commas between them. STEP: after so many steps the last rank sends itself SIGNAL, or all ranks do
+where that is in capitals; 0: never. "wait" as SIGNAL says so on stdout instead and trains slowly from then on; with
+"later" one of the ranks is killed at any moment soon after, with "writing" when it then sees a checkpoint being
+written. At the end the first rank writes FOLDER/whole.json and FOLDER/run.json.
 """
 
 import hashlib
@@ -39,11 +40,21 @@ class Signal(keras.callbacks.Callback):
             sys.stdout.write("TRAINS\n")
             sys.stdout.flush()
         elif name == "later":
-            if keras_hpc.rank() == 0:
+            if keras_hpc.rank() == step % keras_hpc.size():
                 moment = np.random.default_rng().uniform(0, 0.03)
                 threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        elif name == "writing":
+            if keras_hpc.rank() == step % keras_hpc.size():
+                threading.Thread(target=die_while_writing, daemon=True).start()
         elif keras_hpc.rank() == keras_hpc.size() - 1 or name.isupper():
             os.kill(os.getpid(), getattr(signal, name.upper()))
+
+
+def die_while_writing():
+    while not list((folder / "run").glob(".unfinished-step*")):
+        time.sleep(1e-4)
+    time.sleep(np.random.default_rng().uniform(0, 0.03))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Batches(keras.utils.PyDataset):
@@ -62,6 +73,7 @@ def train(part, callbacks):
     layers = [
         keras.Input((10,)),
         keras.layers.Dense(16, activation="relu"),
+        *[keras.layers.Dense(width, activation="tanh") for width in ((1000, 1000, 64) if "large" in how else ())],
         keras.layers.BatchNormalization(),
         keras.layers.Dropout(0.2),
         keras.layers.Dense(3),

@@ -12,17 +12,15 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from keras_hpc import callbacks as ours
-from keras_hpc.job import current, log
-from keras_hpc.job.plan import dtype_of
 from keras_hpc.keras_hooks import building, delayed, running
 from keras_hpc.keras_hooks.checkpoint import callback_state, position, snapshot, stop_signals, storage
+from keras_hpc.keras_hooks.checkpoint.store import Store
 
 
 class Session:
@@ -35,10 +33,9 @@ class Session:
 
     def __init__(self, model: Any, given: Any) -> None:
         self.model = model
-        self.team = current.team_of(model)
-        self.folder = Path(given.path)
+        self.store = Store(snapshot.Trained([model]), given.path, given.keep)
+        self.team = self.store.team
         self.every = given.every_steps
-        self.keep = given.keep
         self.request = stop_signals.Request()
         self.iterator: Any = None  # the EpochIterator
         self.epoch = self.step = 0  # of the epoch, steps are done
@@ -46,7 +43,6 @@ class Session:
         self.count: Any = None  # of iterators over the data
         self._due = False
         self._saved = (-1, -1)  # steps and epochs that were done
-        self._found: tuple[dict[str, Any], dict[str, np.ndarray]] | None = None
         self._position: dict[str, Any] | None = None  # in the middle of a pass, not gone to yet
 
     @classmethod
@@ -56,6 +52,19 @@ class Session:
         if len(found) > 1:
             raise ValueError(f"Expected one Checkpoint in a `fit`. Received: {len(found)}")
         return cls(model, found[0]) if found else None
+
+    def __enter__(self) -> Session:
+        self.request.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.store.agree(wait=True)
+            else:
+                self.store.let_finish()
+        finally:
+            self.request.__exit__()
 
     def begin(self, callbacks: Any) -> None:
         """Look at the disk, finds the checkpoint to go on from, and tells Keras the epoch. Collective."""
@@ -67,28 +76,10 @@ class Session:
                 "were read of the epoch before, whatever they hold. Received: %s",
                 type(self.iterator.data_adapter).__name__,
             )
-        outcome: dict[str, Any] = {}
-        arrays: dict[str, np.ndarray] = {}
-        if self.team.rank == 0:
-            try:
-                storage.check(self.folder, snapshot.nbytes(self.model), self.keep)
-                (self.folder / storage.INTERRUPTED).unlink(missing_ok=True)
-                found = storage.newest(self.folder)
-                if found is not None:
-                    path, outcome["facts"], arrays, outcome["said"] = found
-                    outcome["path"] = str(path)
-            except OSError as error:
-                outcome = {"error": str(error)}
-        outcome = snapshot.share_object(self.team, outcome)
-        if "error" in outcome:
-            raise OSError(f"No checkpoint can be kept in {self.folder}. Received: {outcome['error']}")
-        for text in outcome.get("said", ()):
-            self._say(text)
-        if "facts" not in outcome:
+        path = self.store.open("fit")
+        if path is None or self.store.found is None:
             return
-        facts = outcome["facts"]
-        snapshot.check(self.model, facts["model"])
-        self._found = facts, arrays
+        facts, _ = self.store.found
         self.epoch, self.done = facts["epoch"], facts["done"]
         self._saved = (self.done, self.epoch)
         place = position.translate(facts["position"], self.iterator, self.team)
@@ -97,25 +88,25 @@ class Session:
         self._position = place if place["seen"] else None
         epochs = callbacks.params.get("epochs", 0)
         self.model._initial_epoch = epochs if facts["stopped"] else self.epoch
-        self._say_where(outcome["path"], epochs, place)
+        self._say_where(path, epochs, place)
 
     def restore(self, callbacks: Any) -> None:
         """Put back what the checkpoint holds, now that other callbacks and hooks have begun. Collective."""
-        if self._found is None:
+        if self.store.found is None:
             return
-        facts, _ = self._found
-        self._put_back()
+        facts, _ = self.store.found
+        self.store.put_back()
         history = callbacks._history
         if history is not None:
             history.history = {name: list(values) for name, values in facts["history"].items()}
             history.epoch = list(facts["epochs"])
-        arrays = self._shared_arrays(facts["callback_arrays"])
+        arrays = self.store.callback_arrays()
         with self.team.telling("Checkpoint: what callbacks remember"):
             callback_state.put_back(callbacks, facts["callbacks"], arrays)
         self.team.meet("Checkpoint: what callbacks remember")
         self._plan_schedule(callbacks)
         if self._position is None:
-            self._found = None
+            self.store.found = None
 
     def steps_of(self, iterator: Any, steps: Iterator[Any]) -> Iterator[Any]:
         """Yield what is left of an epoch's steps. Collective where training goes on in the middle of a pass."""
@@ -123,17 +114,17 @@ class Session:
             yield from steps
             return
         steps = self._counted(steps)
-        if self._position is None or self._found is None:
+        if self._position is None or self.store.found is None:
             yield from steps
             return
         place, self._position = self._position, None
         first = True
         for item in position.skipped(iterator, steps, place):
             if first:
-                self._put_back()
+                self.store.put_back()
                 if self.step == 0:  # the saved metrics are those of the epoch before
                     self.model.reset_metrics()
-                self._found, first = None, False
+                self.store.found, first = None, False
             yield item
 
     def _counted(self, steps: Iterator[Any]) -> Iterator[Any]:
@@ -150,7 +141,7 @@ class Session:
         steps = self.iterator.num_batches
         if steps is not None and self.step >= steps:
             return  # the end of the epoch follows, with its metrics and validation
-        stop = self.request.after_step(self.team)
+        stop = self._look(self.request.after_step)
         # Of data of unknown length nobody knows whether this was the last step.
         if stop or (self._due and steps is not None):
             self.save(callbacks)
@@ -161,29 +152,39 @@ class Session:
         """Save if it is time to, if training ends, or if a signal asks to stop. Collective."""
         self.epoch, self.step = epoch + 1, 0
         last = self.epoch >= callbacks.params.get("epochs", 0) or self.model.stop_training
-        stop = self.request.look(self.team)
+        stop = self._look(self.request.look)
         if self.every is None or self._due or last or stop:
             self.save(callbacks)
         if stop and not last:
             self._leave(stop)
 
-    def save(self, callbacks: Any) -> None:
-        """Write a checkpoint. Collective.
+    def _look(self, look: Callable[[Any], int]) -> int:
+        """Return the signal that a rank has received, or 0; and learn how the checkpoint on its way does. Collective.
 
         Raises:
-            OSError: on all ranks, if the first cannot write it.
+            OSError: on all ranks: it could not be written.
+        """
+        looks = self.request.looks
+        stop = look(self.team)
+        if self.request.looks > looks:  # on all ranks
+            self.store.agree()
+        return stop
+
+    def save(self, callbacks: Any) -> None:
+        """Begin to write a checkpoint. Collective.
+
+        Raises:
+            OSError: on all ranks, if the one before could not be written.
         """
         self._due = False
         if self._saved == (self.done, self.epoch):
             return
-        if hasattr(self.model, "jax_state_sync"):
-            self.model.jax_state_sync()
-        described, arrays = snapshot.take(self.model)
-        error = None
-        if self.team.rank == 0:
-            states, callback_arrays = callback_state.take(callbacks)
+
+        def facts() -> tuple[dict[str, Any], list[np.ndarray]]:
+            states, arrays = callback_state.take(callbacks)
             history = callbacks._history
-            facts = {
+            return {
+                "kind": "fit",
                 "epoch": self.epoch,
                 "done": self.done,
                 "stopped": bool(self.model.stop_training) and self.step == 0,
@@ -191,29 +192,10 @@ class Session:
                 "history": {} if history is None else {k: np.asarray(v).tolist() for k, v in history.history.items()},
                 "epochs": [] if history is None else list(history.epoch),
                 "callbacks": states,
-                "callback_arrays": [[a.dtype.name, list(a.shape)] for a in callback_arrays],
-                "model": described,
-            }
-            arrays |= {f"callback{i}": a.reshape(-1).view(np.uint8) for i, a in enumerate(callback_arrays)}
-            try:
-                storage.write(self.folder, self.done, facts, arrays, self.keep)
-            except OSError as why:
-                error = str(why)
-        error = snapshot.share_object(self.team, error)
-        if error is not None:
-            raise OSError(f"The checkpoint after step {self.done} was not written; those before it are whole. {error}")
+            }, arrays
+
+        self.store.save(self.done, facts)
         self._saved = (self.done, self.epoch)
-
-    def _put_back(self) -> None:
-        assert self._found is not None  # noqa: S101
-        facts, arrays = self._found
-        snapshot.put_back(self.model, facts["model"], arrays)
-
-    def _shared_arrays(self, specs: list[Any]) -> list[np.ndarray]:
-        assert self._found is not None  # noqa: S101
-        arrays = self._found[1]
-        raw = [snapshot.share(self.team, arrays.get(f"callback{i}")) for i in range(len(specs))]
-        return [a.copy().view(dtype_of(name)).reshape(shape) for a, (name, shape) in zip(raw, specs, strict=True)]
 
     def _build(self) -> None:
         """Build model, metrics and optimizer where Keras does it in the first step only, which is on TensorFlow."""
@@ -231,36 +213,35 @@ class Session:
         delayed.plan_schedule(self.model, None if steps is None else steps * epochs, done)
 
     def _say_where(self, path: str, epochs: int, place: dict[str, Any]) -> None:
-        assert self._found is not None  # noqa: S101
-        facts = self._found[0]
+        assert self.store.found is not None  # noqa: S101
+        facts, _ = self.store.found
         before = facts["position"]
         now = position.tell(self.iterator, 0, self.team)
         where = f"epoch {self.epoch + 1} of {epochs}, step {self.step + 1}" if self.epoch < epochs else "its end"
-        self._say(f"goes on from {path}: {'stopped by a callback' if facts['stopped'] else where}")
+        self.store.say(f"goes on from {path}: {'stopped by a callback' if facts['stopped'] else where}")
         if facts["model"]["ranks"] != self.team.size:
-            self._say(
+            self.store.say(
                 f"{self.team.size} rank{'s' * (self.team.size > 1)}, were {facts['model']['ranks']}: not bit for bit. "
                 "New: random states of ranks 1 and up. Averaged: statistics of each rank. Metrics of the epoch count "
                 "from here"
             )
         elif before["data"] != now["data"]:
-            self._say(f"other data: not bit for bit. {now['data']}, were {before['data']}")
+            self.store.say(f"other data: not bit for bit. {now['data']}, were {before['data']}")
         if before["step_size"] != now["step_size"]:
-            self._say(
+            self.store.say(
                 f"a step takes {now['step_size']} samples or batches, was {before['step_size']}: step "
                 f"{before['step'] + 1} of the epoch becomes {place['step'] + 1}"
             )
 
-    def _say(self, text: str) -> None:
-        if self.team.rank == 0:
-            log.info(f"Checkpoint: {text}")
-
     def _leave(self, number: int) -> None:
         """End this process, and every rank does."""
         self.request.taken = True
+        self.store.agree(wait=True)
         if self.team.rank == 0:
-            (self.folder / storage.INTERRUPTED).touch()
+            (self.store.folder / storage.INTERRUPTED).touch()
         where = f"epoch {self.epoch + 1}, step {self.step + 1}"
-        self._say(f"{signal.Signals(number).name}: saved in {self.folder}, ends. The same command goes on from {where}")
+        self.store.say(
+            f"{signal.Signals(number).name}: saved in {self.store.folder}, ends. The same command goes on from {where}"
+        )
         self.team.barrier()
         sys.exit(0)

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """All values that training depends on, of all ranks, as arrays; and back into another process.
 
-What is alike on all ranks is taken from the first. Each rank's own (random states, running metrics, statistics of its
-own data, gradients that wait) travels to it once, if it differs at all: so only the first rank reads and writes files.
+What is alike on all ranks is dealt to those that write. Each rank's own (random states, running metrics, statistics of
+its own data, gradients that wait) is written by itself, if it differs at all. Where the first rank writes alone, that
+travels to it once. To copy the values is all that a step waits for: into memory that is kept for the next time, because
+new pages take longer than the copy.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -19,29 +23,72 @@ from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import bytes_of, dtype_of
 from keras_hpc.keras_hooks import delayed, seeds, variables
+from keras_hpc.keras_hooks.checkpoint import tensors
 
 # Kinds of what a rank has of its own.
 _RANDOM, _SEED, _METRIC, _STATE = "random", "seed", "metric", "state"
 # This rank's streams of random numbers inside of steps, with the names under which they are saved.
 _STREAMS = {"torch": "torch of steps", "torch outside": "torch when they began"}
 _DIGEST_BYTES = 32
+_PIECE_BYTES = 64 << 20  # larger variables are cut by rows, so that ranks can share them
+_ALIGNMENT = 64
+_NAME = re.compile(r"variable(\d+)(?:\[(\d+):\d+\])?(?: .*)?", re.DOTALL)
 
 
-def nbytes(model: Any) -> int:
-    """Return about how many bytes `take` returns for a model that is built."""
-    own = sum(map(_size_of, (variable for _, variable in _own_variables(model))))
-    return sum(map(_size_of, _common_variables(model))) + own * current.team_of(model).size + 8192
-
-
-def take(model: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return a description for JSON, and arrays, which are whole on the team's first rank. Collective.
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What is saved.
 
     Args:
-        model: of which no step is running.
+        models: built ones, of which no step is running, on teams of the same ranks.
+        metrics: whether what their metrics have counted so far is saved.
     """
-    team = current.team_of(model)
-    late = delayed.outstanding(model)
-    own = _own(model)
+
+    models: Sequence[Any]
+    metrics: bool = True
+
+    @property
+    def team(self) -> Any:
+        """The team of the first model."""
+        return current.team_of(self.models[0])
+
+
+class Memory:
+    """What values are copied into. It is kept, and grows if need be."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def copies(self, views: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return copies of arrays. Those of the time before are overwritten."""
+        starts = np.cumsum([0, *(-(-view.nbytes // _ALIGNMENT) * _ALIGNMENT for view in views.values())]).tolist()
+        if len(self._bytes) < starts[-1]:
+            self._bytes = np.empty(starts[-1], np.uint8)
+        found = {}
+        for start, (name, view) in zip(starts, views.items(), strict=False):
+            found[name] = self._bytes[start : start + view.nbytes].view(view.dtype).reshape(view.shape)
+            found[name][...] = view
+        return found
+
+
+def nbytes(trained: Trained) -> int:
+    """Return about how many bytes a checkpoint takes."""
+    own = sum(map(_size_of, (variable for _, variable in _own_variables(trained))))
+    ranks: int = trained.team.size
+    return sum(map(_size_of, _common_variables(trained))) + own * ranks + 8192
+
+
+def take(trained: Trained, shared: bool, memory: Memory) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return a description for JSON, and the arrays that this rank has to write. Collective.
+
+    Args:
+        trained: what to save.
+        shared: whether all ranks write.
+        memory: for the larger arrays.
+    """
+    team = trained.team
+    late = delayed.outstanding(trained.models)
+    own = _own(trained)
     digests = [
         np.frombuffer(hashlib.blake2b(bytes_of(a).data, digest_size=_DIGEST_BYTES).digest(), "u1") for *_, a in own
     ]
@@ -49,18 +96,20 @@ def take(model: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     differing = np.flatnonzero((everyone != everyone[0]).any(axis=(0, 2))).tolist()
     arrays: dict[str, np.ndarray] = {}
     mine = _joined([own[index][2] for index in differing])
-    for rank in range(team.size if differing else 0):
+    if shared and differing:
+        arrays[f"rank{team.rank}"] = mine
+    for rank in range(team.size if differing and not shared else 0):
         buffer = mine.copy()
         if rank > 0:
             team.broadcast(buffer, rank)
         if team.rank == 0:
             arrays[f"rank{rank}"] = buffer
-    common = _common_variables(model)
+    common = _common_variables(trained)
     if team.rank == 0:
         arrays["alike"] = _joined([array for index, (*_, array) in enumerate(own) if index not in differing])
-        to_numpy = backends.current().to_numpy
-        arrays |= {f"variable{i}": bytes_of(np.asarray(to_numpy(v), order="C")) for i, v in enumerate(common)}
         arrays |= {f"late{i}_{j}": bytes_of(a) for i, (*_, averages) in enumerate(late) for j, a in enumerate(averages)}
+    if shared or team.rank == 0:
+        arrays |= memory.copies(dict(_views(common, team.rank, team.size if shared else 1)))
     return {
         "ranks": team.size,
         "backend": keras.backend.backend(),
@@ -71,8 +120,43 @@ def take(model: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     }, arrays
 
 
-def check(model: Any, facts: dict[str, Any]) -> None:
-    """Raise unless a model is like the one that `take` described.
+def _views(common: Sequence[Any], rank: int, ranks: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield this rank's share of the variables, or of their rows, with names."""
+    view = backends.current().view
+    dealt = [0] * ranks  # bytes
+    for index, variable in enumerate(common):
+        size, rows = _size_of(variable), variable.shape[0] if len(variable.shape) else 1
+        # Where one rank writes alone, variables stay whole.
+        pieces = min(rows, -(-size // _PIECE_BYTES)) if ranks > 1 else 1
+        value = None
+        for piece in range(max(1, pieces)):
+            who = dealt.index(min(dealt))
+            dealt[who] += size // max(1, pieces)
+            if who != rank:
+                continue
+            if value is None:
+                value = np.asarray(view(variable))
+                if not tensors.holds(value.dtype.name):
+                    value = bytes_of(np.asarray(value, order="C")).reshape(rows, -1)
+            if pieces <= 1:
+                yield f"variable{index} {variable.path}", value
+            else:
+                start, stop = (rows * end // pieces for end in (piece, piece + 1))
+                yield f"variable{index}[{start}:{stop}] {variable.path}", value[start:stop]
+
+
+def _whole_variables(arrays: dict[str, np.ndarray]) -> dict[int, list[np.ndarray]]:
+    """Return the pieces of variables, in order, by the variables' numbers."""
+    found: dict[int, list[tuple[int, np.ndarray]]] = {}
+    for name, array in arrays.items():
+        match = _NAME.fullmatch(name)
+        if match:
+            found.setdefault(int(match[1]), []).append((int(match[2] or 0), array))
+    return {index: [array for _, array in sorted(pieces, key=lambda p: p[0])] for index, pieces in found.items()}
+
+
+def check(trained: Trained, facts: dict[str, Any]) -> None:
+    """Raise unless models are like those that `take` described.
 
     Raises:
         ValueError: naming the first difference.
@@ -82,10 +166,10 @@ def check(model: Any, facts: dict[str, Any]) -> None:
             f"The checkpoint was made with another backend of Keras. Expected {facts['backend']!r}. Received: "
             f"{keras.backend.backend()!r}"
         )
-    own = [[v.path, standard_dtype(v), list(v.shape)] for _, v in _own_variables(model)]
+    own = [[v.path, standard_dtype(v), list(v.shape)] for _, v in _own_variables(trained)]
     theirs = [(f"`{path}` of", dtype, shape) for path, dtype, shape in facts["variables"]]
     theirs += [(f"`{name}` of", dtype, shape) for name, kind, dtype, shape in facts["own"] if kind != _RANDOM]
-    mine = [(f"`{p}` of", d, s) for p, d, s in [*map(_described, _common_variables(model)), *own]]
+    mine = [(f"`{p}` of", d, s) for p, d, s in [*map(_described, _common_variables(trained)), *own]]
     nothing: tuple[str, str, list[int]] = ("no variable", "", [])
     for index in range(max(len(mine), len(theirs))):
         a, b = (x[index] if index < len(x) else nothing for x in (theirs, mine))
@@ -98,23 +182,26 @@ def check(model: Any, facts: dict[str, Any]) -> None:
             )
 
 
-def put_back(model: Any, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-    """Give model, optimizers and random generators of all ranks what `take` has taken. Collective.
+def put_back(trained: Trained, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    """Give models, optimizers and random generators of all ranks what `take` has taken. Collective.
 
     On another number of ranks all get what is alike, the mean of each rank's statistics and waiting gradients, no
     running metrics, and random states that are new for all but the first.
 
     Args:
-        model: `check` found it to fit.
+        trained: `check` found it to fit.
         facts: on every rank.
         arrays: on the team's first rank.
     """
-    team, backend = current.team_of(model), backends.current()
-    common = _common_variables(model)
+    team, backend = trained.team, backends.current()
+    common = _common_variables(trained)
     if team.rank == 0:
+        found = _whole_variables(arrays)
         for index, variable in enumerate(common):
             _, dtype, shape = facts["variables"][index]
-            backend.assign(variable, arrays[f"variable{index}"].view(dtype_of(dtype)).reshape(shape))
+            pieces = found[index]
+            value = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            backend.assign(variable, value.view(dtype_of(dtype)).reshape(shape))
     variables.broadcast_variables(team, common)
     specs = [(dtype, shape) for _, _, dtype, shape in facts["own"]]
     differing = set(facts["differing"])
@@ -130,7 +217,7 @@ def put_back(model: Any, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -
         own = _split(mine, [s for i, s in enumerate(specs) if i in differing])
         rest = {True: iter(own), False: iter(alike)}
         values = [next(rest[index in differing]) for index in range(len(specs))]
-    own_variables = iter(_own_variables(model))
+    own_variables = iter(_own_variables(trained))
     for (name, kind, *_), value in zip(facts["own"], values, strict=True):
         if kind == _RANDOM:
             _set_random(name, value)
@@ -143,7 +230,7 @@ def put_back(model: Any, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -
         averages = [share(team, arrays.get(f"late{i}_{j}")) for j in range(len(described))]
         shaped = zip(averages, described, strict=True)
         late.append((number, place, [a.view(dtype_of(dtype)).reshape(shape) for a, (dtype, shape) in shaped]))
-    delayed.restore(model, late)
+    delayed.restore(trained.models, late)
 
 
 def share(team: Any, array: np.ndarray | None) -> np.ndarray:
@@ -193,29 +280,31 @@ def _merged(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> np.ndarray:
     return _joined(values)
 
 
-def _common_variables(model: Any) -> list[Any]:
-    own = {id(variable) for _, variable in _own_variables(model)}
-    return [variable for variable in variables.replicated_variables(model) if id(variable) not in own]
+def _common_variables(trained: Trained) -> list[Any]:
+    own = {id(variable) for _, variable in _own_variables(trained)}
+    found = variables.unique(v for model in trained.models for v in variables.replicated_variables(model))
+    return [variable for variable in found if id(variable) not in own]
 
 
-def _own_variables(model: Any) -> list[tuple[str, Any]]:
+def _own_variables(trained: Trained) -> list[tuple[str, Any]]:
     """What a rank's own samples and random numbers change, with its kind."""
     found: dict[int, tuple[str, Any]] = {}
-    for kind, kept in (
-        (_SEED, [generator.state for generator in variables.seed_generators(model)]),
-        (_METRIC, model.metrics_variables),
-        (_STATE, variables.accumulators(model)),
-        (_STATE, variables.per_rank_state(model)),
-    ):
-        for variable in kept:
-            found.setdefault(id(variable), (kind, variable))
+    for model in trained.models:
+        for kind, kept in (
+            (_SEED, [generator.state for generator in variables.seed_generators(model)]),
+            (_METRIC, model.metrics_variables if trained.metrics else ()),
+            (_STATE, variables.accumulators(model)),
+            (_STATE, variables.per_rank_state(model)),
+        ):
+            for variable in kept:
+                found.setdefault(id(variable), (kind, variable))
     return list(found.values())
 
 
-def _own(model: Any) -> list[tuple[str, str, np.ndarray]]:
+def _own(trained: Trained) -> list[tuple[str, str, np.ndarray]]:
     """The same with the values, and the random states of libraries: name, kind, value."""
     to_numpy = backends.current().to_numpy
-    found = [(v.path, kind, np.asarray(to_numpy(v), order="C")) for kind, v in _own_variables(model)]
+    found = [(v.path, kind, np.asarray(to_numpy(v), order="C")) for kind, v in _own_variables(trained)]
     return [*found, *((name, _RANDOM, value) for name, value in _random_states().items())]
 
 

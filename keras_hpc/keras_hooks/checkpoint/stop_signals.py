@@ -26,6 +26,7 @@ class Request:
     def __init__(self) -> None:
         self._received = 0
         self.taken = False  # whether `fit` ends because of it
+        self.looks = 0  # how often all ranks have looked
         self._previous: dict[int, Any] = {}
         self._steps = 1  # from the last look to the next
         self._left = 1
@@ -60,5 +61,6 @@ class Request:
         message = np.array([self._received, -steps], np.int64)
         team.allreduce(message, "max")
         self._looked_at = now
+        self.looks += 1
         self._steps = self._left = -int(message[1])
         return int(message[0])

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints on disk. Each is a folder with a manifest (JSON) and arrays (.npz): whole, or not there.
+"""Checkpoints on disk. Each is a folder with a manifest (JSON) and a file of each writing rank: whole, or not there.
 
 It is written under another name, flushed to the disk and then renamed, so a process that is killed at any moment leaves
-the checkpoint before. Nothing is unpickled: what was put there by somebody else cannot run code.
+the checkpoint before. The manifest names the files, and each file's name holds the digest of what it holds. Nothing is
+unpickled: what was put there by somebody else cannot run code.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -20,17 +22,26 @@ from typing import Any
 
 import numpy as np
 
+from keras_hpc.keras_hooks.checkpoint import tensors
+
 # There from a stop by a signal until the next start: a job script that sees it puts the job into the queue again.
 INTERRUPTED = "interrupted"
 
-_FORMAT = 1
+_FORMAT = 2
 _MANIFEST, _ARRAYS = "manifest.json", "arrays.npz"
 _NAME = re.compile(r"step-\d+")
+_PART = re.compile(r"rank(\d+)-([0-9a-f]+)\.safetensors")
 _UNFINISHED, _DAMAGED = ".unfinished-", "damaged-"
+_NOT_ZIP = (zipfile.BadZipFile, zlib.error)
+_LOOK_SECONDS = 0.05  # at first; then less often
 
 
 class DamagedError(Exception):
     """A checkpoint is not as it was written."""
+
+
+class AbandonedError(Exception):
+    """The other ranks have given up a checkpoint."""
 
 
 def check(folder: Path, nbytes: int, keep: int) -> None:
@@ -63,49 +74,99 @@ def check(folder: Path, nbytes: int, keep: int) -> None:
         )
 
 
-def write(folder: Path, step: int, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray], keep: int) -> Path:
-    """Write a checkpoint and remove older ones.
+def name_of_unfinished(step: int, attempt: str) -> str:
+    """Return the name of the folder in which the ranks write a checkpoint, before it is whole."""
+    return f"{_UNFINISHED}step-{step:09d}-{attempt}"
+
+
+def write_part(unfinished: Path, rank: int, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write a rank's part of a checkpoint. It has its name only when it is on the disk.
+
+    Args:
+        unfinished: the folder; it is made where there is none.
+        rank: who writes.
+        arrays: contiguous, of dtypes that `tensors` knows.
+
+    Raises:
+        OSError: the disk is full, and so on.
+    """
+    unfinished.mkdir(exist_ok=True)
+    path = unfinished / f"rank{rank:05d}.part"
+    digest = tensors.write(path, arrays)
+    path.rename(unfinished / f"rank{rank:05d}-{digest}.safetensors")
+    _flush(unfinished)
+
+
+def commit(
+    folder: Path, unfinished: Path, step: int, facts: str, ranks: int, keep: int, abandoned: threading.Event
+) -> None:
+    """Wait until all parts of a checkpoint are there, make it whole, and remove older ones.
 
     Args:
         folder: for which `check` was called.
+        unfinished: where the parts come.
         step: number of the step after which it was taken; it names the checkpoint, and the largest is the newest.
-        facts: what JSON can hold.
-        arrays: of dtypes of NumPy's own, no objects.
-        keep: so many of the newest stay.
-
-    Returns:
-        The new checkpoint.
+        facts: JSON.
+        ranks: so many parts will come.
+        keep: so many of the newest checkpoints stay.
+        abandoned: set when nobody needs it any more.
 
     Raises:
         OSError: the disk is full, and so on. All earlier checkpoints are as they were.
+        AbandonedError: the parts have not all come.
     """
+    pause = _LOOK_SECONDS
+    # Listing a folder asks a file server anew, where a look at a name may be answered from memory.
+    while len(parts := sorted(filter(_PART.fullmatch, os.listdir(unfinished)))) < ranks:
+        if abandoned.wait(pause):
+            raise AbandonedError(f"{ranks - len(parts)} of {ranks} parts have not come")
+        pause = min(2 * pause, 1.0)
+    body = {"facts": json.loads(facts), "parts": {name: (unfinished / name).stat().st_size for name in parts}}
+    manifest = {"format": _FORMAT, "body_crc32": _crc(body), "body": body}
+    _write(unfinished / _MANIFEST, json.dumps(manifest).encode())
+    _flush(unfinished)
     target = folder / f"step-{step:09d}"
-    unfinished = folder / f"{_UNFINISHED}{target.name}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        unfinished.mkdir()
-        with (unfinished / _ARRAYS).open("xb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
-        manifest = {
-            "format": _FORMAT,
-            "array_bytes": (unfinished / _ARRAYS).stat().st_size,
-            "facts_crc32": _crc(facts),
-            "facts": facts,
-        }
-        _write(unfinished / _MANIFEST, json.dumps(manifest).encode())
-        _flush(unfinished)
-        if target.exists():
-            _remove(target)
-        unfinished.rename(target)
-        _flush(folder)
-    except OSError:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    if target.exists():
+        _remove(target)
+    unfinished.rename(target)
+    _flush(folder)
     for old in _whole(folder)[:-keep]:
         _remove(old)
-    return target
+
+
+def clear(unfinished: Path) -> None:
+    """Remove what was written of a checkpoint that does not become whole."""
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+class Probe:
+    """Finds out whether the first rank sees what the others write. A context, on the first rank.
+
+    Args:
+        folder: for which `check` was called.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / f"{_UNFINISHED}probe-{os.urandom(8).hex()}"
+
+    def __enter__(self) -> Probe:
+        self.path.mkdir()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    @staticmethod
+    def answer(path: Path, rank: int) -> None:
+        """Write where the first rank looks, if this rank can."""
+        try:
+            _write(path / str(rank), b"here")
+        except OSError:
+            return  # which the first rank sees
+
+    def all_answered(self, ranks: int) -> bool:
+        """Return whether every rank has. Call it when they have tried."""
+        return {str(rank) for rank in range(ranks)} <= set(os.listdir(self.path))
 
 
 def newest(folder: Path) -> tuple[Path, dict[str, Any], dict[str, np.ndarray], list[str]] | None:
@@ -141,15 +202,40 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any], dict[str, np.ndarray], l
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     try:
         manifest = json.loads((path / _MANIFEST).read_bytes())
+        if manifest["format"] == 1:
+            return _read_first_format(path, manifest)
         if manifest["format"] != _FORMAT:
-            raise DamagedError(f"expected format {_FORMAT}, found {manifest['format']}")
-        facts: dict[str, Any] = manifest["facts"]
-        if manifest["facts_crc32"] != _crc(facts) or manifest["array_bytes"] != (path / _ARRAYS).stat().st_size:
-            raise DamagedError("the manifest does not fit what is there")
-        with np.load(path / _ARRAYS, allow_pickle=False) as file:  # which compares the check sum of each array
-            return facts, {name: file[name] for name in file.files}
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise DamagedError(f"expected format {_FORMAT} or older, found {manifest['format']}")
+        body = manifest["body"]
+        if manifest["body_crc32"] != _crc(body):
+            raise DamagedError("the manifest is not as it was written")
+        arrays: dict[str, np.ndarray] = {}
+        for name, nbytes in body["parts"].items():
+            found = _PART.fullmatch(name)  # no other path
+            if found is None or (path / name).stat().st_size != nbytes:
+                raise DamagedError(f"{name} does not fit the manifest")
+            arrays |= tensors.read(path / name, found[2])
+        return body["facts"], arrays
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         raise DamagedError(f"{type(error).__name__}: {error}") from error
+
+
+def _read_first_format(path: Path, manifest: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Read what 0.1.0 wrote until November 2026: one file of NumPy's, by the first rank."""
+    facts: dict[str, Any] = manifest["facts"]
+    if manifest["facts_crc32"] != _crc(facts) or manifest["array_bytes"] != (path / _ARRAYS).stat().st_size:
+        raise DamagedError("the manifest does not fit what is there")
+    with np.load(path / _ARRAYS, allow_pickle=False) as file:  # which compares the check sum of each array
+        return facts, {name: file[name] for name in file.files}
 
 
 def _whole(folder: Path) -> list[Path]:

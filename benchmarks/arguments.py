@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What arguments of the command line mean."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Adds what most kinds take."""
+    parser.add_argument("--ranks", type=int, metavar="N", help="start so many ranks on this machine (default: 2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        metavar="N",
+        help="make so many throw-away hosts on this machine, with --ranks ranks each (needs root and iproute2)",
+    )
+    parser.add_argument("--mbit", type=int, metavar="M", help="bandwidth of each host, Mbit/s each way (default: 2500)")
+
+
+def sizes(text: str) -> list[int]:
+    """Returns numbers of bytes."""
+    found = []
+    for word in text.split(","):
+        number, unit = (word[:-2], _UNITS[word[-2:]]) if word[-2:] in _UNITS else (word, 1)
+        if not number.strip().isdecimal() or int(number) * unit % 4 or int(number) == 0:
+            raise argparse.ArgumentTypeError(
+                f"a size is a number of bytes, a multiple of 4, such as 4, 2Ki or 64Mi. Received: {word!r}"
+            )
+        found.append(int(number) * unit)
+    return found
+
+
+def numbers(text: str) -> list[int]:
+    """Returns numbers."""
+    if not all(word.isdecimal() for word in text.split(",")):
+        raise argparse.ArgumentTypeError(f"expected numbers, such as 2,4. Received: {text!r}")
+    return [int(word) for word in text.split(",")]
