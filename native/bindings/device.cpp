@@ -5,8 +5,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <memory>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <vector>
 
@@ -25,6 +27,53 @@ std::shared_ptr<DevicePlan> device_of(const PyPlan& plan) {
   if (found == nullptr) throw Error("The tensors of plan '" + plan.open().plan->name() + "' are not on a GPU.");
   return found;
 }
+
+// An array in a GPU's memory, for who has no framework: benchmarks.
+class DeviceArray {
+ public:
+  DeviceArray(int ordinal, size_t nbytes)
+      : device_(ordinal),
+        buffer_(device_, nbytes),
+        stream_(device_),
+        event_(device_),
+        host_(device::pages(nbytes)),
+        pinned_(device_, host_.get(), nbytes) {}
+  uintptr_t address() const { return buffer_.data(); }
+  uintptr_t stream() const { return reinterpret_cast<uintptr_t>(stream_.handle()); }
+  void write(const ConstBytes& from) {
+    check(from.size());
+    std::memcpy(host_.get(), from.data(), from.size());
+    const device::Current current(device_);
+    device_.check(device_.api().copy_to_device(buffer_.data(), host_.get(), from.size(), stream_.handle()),
+                  "cuMemcpyHtoDAsync");
+    finish();
+  }
+  void read(const Bytes& to) {
+    check(to.size());
+    const device::Current current(device_);
+    device_.check(device_.api().copy_to_host(host_.get(), buffer_.data(), to.size(), stream_.handle()),
+                  "cuMemcpyDtoHAsync");
+    finish();
+    std::memcpy(to.data(), host_.get(), to.size());
+  }
+  // Blocks until its stream has done what it was given.
+  void finish() {
+    const device::Current current(device_);
+    event_.record(stream_.handle());
+    while (!event_.is_over()) std::this_thread::yield();
+  }
+
+ private:
+  void check(size_t nbytes) const {
+    if (nbytes > buffer_.nbytes()) throw nb::value_error("The array on the GPU is smaller.");
+  }
+  const device::Device device_;
+  const device::Buffer buffer_;
+  const device::Stream stream_;
+  device::Event event_;
+  const std::shared_ptr<std::byte> host_;
+  const device::Pinned pinned_;
+};
 
 void open_device(const PyPlan& plan, int ordinal) {
   const OpenPlan open = plan.open();
@@ -95,6 +144,14 @@ void bind_device(nb::module_& m, nb::class_<PyPlan>& plan) {
             WithoutGil()([&] { device->second_on({addresses.begin(), addresses.end()}, stream_of(stream)); });
           },
           "addresses"_a, "stream"_a, "Address 0: a tensor that is not wanted.");
+
+  nb::class_<DeviceArray>(m, "DeviceArray", "Memory of a GPU, and a stream.")
+      .def(nb::init<int, size_t>(), "ordinal"_a, "nbytes"_a)
+      .def_prop_ro("address", &DeviceArray::address)
+      .def_prop_ro("stream", &DeviceArray::stream)
+      .def("write", &DeviceArray::write, "data"_a.noconvert())
+      .def("read", &DeviceArray::read, "data"_a.noconvert())
+      .def("finish", &DeviceArray::finish, "Blocks until the stream has done what it was given.");
 
   m.def(
       "allreduce_on",

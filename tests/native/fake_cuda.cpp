@@ -3,6 +3,7 @@
 // Misuse ends the process with its reason. fake_* are for tests: memory, kernels, errors, what is still there.
 #include <sys/prctl.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -78,7 +79,18 @@ bool is_pinned(const void* data, size_t n) {
 }
 
 struct Stream : fake::Stream {
-  explicit Stream(bool own) : own(own) {}
+  explicit Stream(bool own) : own(own) {
+    const std::lock_guard lock(world);
+    all().push_back(this);
+  }
+  ~Stream() {
+    const std::lock_guard lock(world);
+    all().erase(std::find(all().begin(), all().end(), this));
+  }
+  static std::vector<Stream*>& all() {
+    static auto& streams = *new std::vector<Stream*>;
+    return streams;
+  }
   const bool own;  // made by who is tested, not by fake_stream
 };
 
@@ -89,7 +101,20 @@ Stream& of(void* stream) {
 
 struct Event : fake::Event {
   bool on_own_stream = false;
+  std::vector<fake::Event> of_all;  // recorded on all streams
 };
+
+// What cuIpcGetMemHandle hands out.
+struct Exported {
+  int process, file, device;
+  size_t nbytes;
+};
+
+// Memory of the host where the device finds it, as 8 bytes.
+std::atomic<uint64_t>* flag_at(uint64_t pointer) {
+  if (!is_pinned(reinterpret_cast<void*>(pointer), 8)) die("a flag in memory that is not pinned");
+  return reinterpret_cast<std::atomic<uint64_t>*>(pointer);
+}
 
 void hang() {
   while (hung) std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -354,6 +379,74 @@ EXPORT int cuMemcpyHtoDAsync_v2(uint64_t device, const void* host, size_t n, voi
   if (back_hangs) of(stream).push([] { hang(); });
   if (slow_back) of(stream).push([] { std::this_thread::sleep_for(std::chrono::milliseconds(5)); });
   return copy("cuMemcpyHtoDAsync", stream, to, static_cast<const std::byte*>(host), n, host, to);
+}
+EXPORT int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t n, void* stream) {
+  ENTER("cuMemcpyDtoDAsync");
+  need_context("cuMemcpyDtoDAsync");
+  std::byte* target = behind(to, n);
+  const std::byte* source = behind(from, n);
+  if (target == nullptr || source == nullptr) die("cuMemcpyDtoDAsync of memory that is not the device's");
+  of(stream).push([=] { std::memcpy(target, source, n); });
+  return 0;
+}
+EXPORT int cuStreamWriteValue64_v2(void* stream, uint64_t pointer, unsigned long long value, unsigned) {
+  ENTER("cuStreamWriteValue64");
+  of(stream).push([flag = flag_at(pointer), value] { *flag = value; });
+  return 0;
+}
+EXPORT int cuStreamWaitValue64_v2(void* stream, uint64_t pointer, unsigned long long value, unsigned flags) {
+  ENTER("cuStreamWaitValue64");
+  if (flags != 0) die("cuStreamWaitValue64 for something else than >=");
+  of(stream).push([flag = flag_at(pointer), value] {
+    while (static_cast<int64_t>(flag->load() - value) < 0) std::this_thread::sleep_for(std::chrono::microseconds(20));
+  });
+  return 0;
+}
+EXPORT int cuMemHostGetDevicePointer_v2(uint64_t* pointer, void* host, unsigned) {
+  ENTER("cuMemHostGetDevicePointer");
+  *pointer = reinterpret_cast<uint64_t>(host);
+  return 0;
+}
+EXPORT int cuCtxRecordEvent(void*, void* event) {
+  ENTER("cuCtxRecordEvent");
+  const std::lock_guard lock(world);
+  auto& all = static_cast<Event*>(event)->of_all;
+  all = std::vector<fake::Event>(Stream::all().size());
+  for (size_t i = 0; i < all.size(); ++i) all[i].record(*Stream::all()[i]);
+  return 0;
+}
+EXPORT int cuCtxWaitEvent(void*, void* event) {
+  ENTER("cuCtxWaitEvent");
+  const std::lock_guard lock(world);
+  for (const auto& one : static_cast<Event*>(event)->of_all)
+    for (Stream* stream : Stream::all()) one.make_wait(*stream);
+  return 0;
+}
+EXPORT int cuIpcGetMemHandle(char* handle, uint64_t pointer) {
+  ENTER("cuIpcGetMemHandle");
+  Exported exported{getpid(), 0, current.back(), 0};
+  exported.file = memory.file_of(pointer, exported.nbytes);
+  if (exported.file < 0) return kInvalidValue;
+  std::memset(handle, 0, 64);
+  std::memcpy(handle, &exported, sizeof exported);
+  return 0;
+}
+struct IpcHandle {
+  char bytes[64];
+};
+EXPORT int cuIpcOpenMemHandle_v2(uint64_t* pointer, IpcHandle handle, unsigned) {
+  ENTER("cuIpcOpenMemHandle");
+  Exported exported;
+  std::memcpy(&exported, handle.bytes, sizeof exported);
+  if (exported.process == getpid()) return 201;  // CUDA_ERROR_INVALID_CONTEXT: not in the process that has it
+  void* found = memory.import(exported.process, exported.file, exported.nbytes, exported.device);
+  *pointer = reinterpret_cast<uint64_t>(found);
+  return found == nullptr ? kInvalidValue : 0;
+}
+EXPORT int cuIpcCloseMemHandle(uint64_t pointer) {
+  ENTER("cuIpcCloseMemHandle");
+  memory.free(reinterpret_cast<void*>(pointer));
+  return 0;
 }
 EXPORT int cuMemsetD32Async(uint64_t device, unsigned value, size_t n, void* stream) {
   ENTER("cuMemsetD32Async");

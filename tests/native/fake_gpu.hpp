@@ -1,5 +1,6 @@
 // What fake drivers of a GPU have in common: memory that the host cannot touch, and streams that run late.
 #pragma once
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -33,15 +34,25 @@ class Memory {
   // `access`: what the host may do with it, PROT_NONE or more.
   explicit Memory(int access) : access_(access) {}
   void* allocate(size_t n, int device) {
-    const int file = memfd_create("fake device", 0);
+    const int file = memfd_create("fake device", MFD_CLOEXEC);
     if (ftruncate(file, static_cast<off_t>(whole(n))) != 0) die("no memory");
-    void* shown = mmap(nullptr, whole(n), access_, MAP_SHARED, file, 0);
-    auto* alias = static_cast<std::byte*>(mmap(nullptr, whole(n), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
-    close(file);
-    std::memset(alias, 0xff, whole(n));
-    const std::lock_guard lock(mutex_);
-    all_[reinterpret_cast<uintptr_t>(shown)] = {n, device, alias};
+    void* shown = map(file, n, device);
+    std::memset(behind(reinterpret_cast<uintptr_t>(shown), n), 0xff, n);
     return shown;
+  }
+  // Memory that another process has allocated, and exported.
+  void* import(int process, int their_file, size_t n, int device) {
+    const std::string path = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(their_file);
+    const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+    return file < 0 ? nullptr : map(file, n, device);
+  }
+  // The file that has what begins at a pointer, and its size; -1: nothing does.
+  int file_of(uintptr_t pointer, size_t& n) {
+    const std::lock_guard lock(mutex_);
+    const auto it = all_.find(pointer);
+    if (it == all_.end()) return -1;
+    n = it->second.nbytes;
+    return it->second.file;
   }
   void free(void* pointer) {
     const std::lock_guard lock(mutex_);
@@ -49,6 +60,7 @@ class Memory {
     if (it == all_.end()) die("memory that is not the device's is freed");
     munmap(it->second.alias, whole(it->second.nbytes));
     munmap(pointer, whole(it->second.nbytes));
+    close(it->second.file);
     all_.erase(it);
   }
   // Where streams find `n` bytes of the device, and the device's number; null if they are not a device's.
@@ -71,7 +83,15 @@ class Memory {
     size_t nbytes;
     int device;
     std::byte* alias;
+    int file;
   };
+  void* map(int file, size_t n, int device) {
+    void* shown = mmap(nullptr, whole(n), access_, MAP_SHARED, file, 0);
+    auto* alias = static_cast<std::byte*>(mmap(nullptr, whole(n), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
+    const std::lock_guard lock(mutex_);
+    all_[reinterpret_cast<uintptr_t>(shown)] = {n, device, alias, file};
+    return shown;
+  }
   static size_t whole(size_t n) { return (n + 4095) / 4096 * 4096 + 4096; }
   const int access_;
   std::mutex mutex_;
