@@ -80,7 +80,7 @@ _CHOICES = [
     case for mib in (1, 2, 4, 8) for case in _cases(("aries", "edr"), ("resnet50",), (100,), (128,), bucket_mib=mib)
 ] + [
     case
-    for way in ("recursive_doubling", "rabenseifner", "ring", "pairwise")
+    for way in ("recursive_doubling", "rabenseifner", "ring", "pairwise", "radix_k")
     for case in _cases(("aries", "edr"), ("resnet50",), (100,), (8, 32), way=way)
 ]
 CASES = _FIGURE + _CHOICES

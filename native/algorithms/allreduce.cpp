@@ -24,7 +24,7 @@ Algorithm usual_algorithm(size_t nbytes, size_t peers) {
   // Below it the number of messages decides, above it the number of bytes.
   constexpr size_t small_bytes = 16 << 10;
   // As many messages at once are fast, and one switch carries them; see docs/simulation.md.
-  constexpr size_t few_peers = 4, some_peers = 16, many_peers = 128;
+  constexpr size_t few_peers = 4, some_peers = 16, many_peers = 64;
   if (nbytes <= small_bytes) return Algorithm::recursive_doubling;
   if (peers <= few_peers) return Algorithm::pairwise;
   if (peers <= many_peers && radices(static_cast<int>(peers)).size() == 2) return Algorithm::radix_k;
