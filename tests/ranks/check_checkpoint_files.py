@@ -174,7 +174,8 @@ def test_variables_in_pieces_of_several_dtypes(folder, monkeypatch):
     by_rank = names()
     kernel = model.layers[0].kernel.path
     assert len(by_rank) == job().size
-    assert all(len(found) > 3 for found in by_rank.values()), "each rank writes its share"
+    for found in by_rank.values():
+        assert any(name.startswith("variable") for name in found), "each rank writes its share"
     assert {f"variable0[0:3] {kernel}", f"variable0[3:6] {kernel}"} <= set.union(*by_rank.values())
 
 
