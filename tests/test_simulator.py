@@ -49,7 +49,7 @@ def test_microseconds_of_an_allreduce(simulate, algorithm):
 def test_messages_take_as_long_as_those_of_smpi(simulate, algorithm):
     """The engine's transport over SMPI, which polls, against messages that a simulated rank can wait for."""
     smpi = simulate("aries", NODES, "--algorithm", algorithm, "--bytes", BYTES, "--messages", "mpi")
-    assert smpi["us"] == pytest.approx(EXPECTED[algorithm], rel=0.02)
+    assert smpi["us"] == pytest.approx(EXPECTED[algorithm], rel=0.03)
 
 
 def test_steps_take_as_long_as_with_smpi(simulate, tmp_path):

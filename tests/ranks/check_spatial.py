@@ -11,7 +11,7 @@ import keras_hpc
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2, 3, 4)}
 SOAK = {"tensorflow": (3, 4), "jax": (3, 4)}
-TIMEOUT = 400
+TIMEOUT = 900
 TOLERANCE = 1e-5  # of the largest gradient
 
 # Of so many ranks; of 4, one group or two.
