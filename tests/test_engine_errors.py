@@ -38,6 +38,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_time_limit(before, begun):
             plan.start(1, as_bytes(np.zeros(10, np.float32)))
             with pytest.raises(_native.TimeoutError, match=text):
                 plan.wait(1)
+        return embedding  # alive until the team is closed: rank 2 has started it, and waits for nothing
 
     for threads in (0, 1):
         run([0, 0, 0], work, threads, timeout=0.3)
