@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import itertools
 import json
 import os
@@ -17,18 +16,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import allreduce, checkpoint, gradients, machine, overlap, page, scaling, timeline, validation
-from benchmarks.arguments import add_common, numbers, sizes
+from benchmarks import checkpoint, gradients, overlap, page, scaling, timeline, validation
 from benchmarks.hosts import Hosts, HostsError
 from keras_hpc.errors import LaunchError
 from keras_hpc.job import launch
 from keras_hpc.job.team import Team, make_team
-from keras_hpc.tools import launchers, simulator
+from keras_hpc.tools import bench, launchers, simulator
 from keras_hpc.tools import timeline as timelines
+from keras_hpc.tools.bench import machine, ranks
+from keras_hpc.tools.bench.arguments import numbers, sizes
 
 _VALIDATION = Path(__file__).resolve().parents[1] / "docs" / "performance" / "validation.json"
 _MBIT = "KERAS_HPC_BENCH_MBIT"  # tells the ranks how fast a network we made for them
-_SIZES = "4,256,2Ki,16Ki,128Ki,1Mi,8Mi,64Mi"
 
 
 def main() -> int:
@@ -44,15 +43,8 @@ def main() -> int:
         "'private', an array of the process; 'segment', one made by keras_hpc.empty; 'fusion', 32 tensors of a "
         "training step. Starts its own ranks, or measures those that a launcher has started.",
     )
-    add_common(sub)
-    sub.add_argument(
-        "--wire-dtype",
-        choices=["float16", "bfloat16"],
-        help="round our values, not MPI's, to 16 bits on their way between nodes",
-    )
-    sub.add_argument("--bytes", type=sizes, default=sizes(_SIZES), metavar="LIST", help=f"sizes (default: {_SIZES})")
-    sub.add_argument("--seconds", type=float, default=3.0, metavar="S", help="time for each size (default: 3)")
-    sub.add_argument("--plot", type=Path, metavar="FILE", help="draw time and bandwidth there (PNG; needs matplotlib)")
+    _add_ranks(sub)
+    bench.add_options(sub)
     sub.set_defaults(run=_allreduce)
     sub = kinds.add_parser(
         "overlap",
@@ -62,7 +54,8 @@ def main() -> int:
         "the step before. Each rank computes and communicates on one core. Starts its own ranks, or measures those "
         "that a launcher has started.",
     )
-    add_common(sub)
+    _add_ranks(sub)
+    sub.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     sub.add_argument(
         "--backend",
         choices=gradients.BACKENDS,
@@ -80,7 +73,8 @@ def main() -> int:
         "rank writes and all wait, and how much steps slow down while it writes. Starts its own ranks, or measures "
         "those that a launcher has started.",
     )
-    add_common(sub)
+    _add_ranks(sub)
+    sub.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     sub.add_argument("--backend", choices=gradients.BACKENDS, default="tensorflow", help="(default: tensorflow)")
     sub.add_argument("--bytes", type=sizes, default=[2**30], metavar="SIZE", help="weights and optimizer, about")
     sub.add_argument("--saves", type=int, default=3, metavar="N", help="timed ones of each kind (default: 3)")
@@ -142,72 +136,35 @@ def main() -> int:
     return status
 
 
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Adds how many ranks are started, and where."""
+    parser.add_argument("--ranks", type=int, metavar="N", help="start so many ranks on this machine (default: 2)")
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        metavar="N",
+        help="make so many throw-away hosts on this machine, with --ranks ranks each (needs root and iproute2)",
+    )
+    parser.add_argument("--mbit", type=int, metavar="M", help="bandwidth of each host, Mbit/s each way (default: 2500)")
+
+
 def _world_of(arguments: argparse.Namespace) -> launch.World:
     """The ranks to measure: those that a launcher has started. Without any, starts some and exits with their status."""
-    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
-        sys.exit("--plot needs matplotlib: pip install matplotlib")
-    if arguments.ranks is not None and arguments.ranks < 2 and not arguments.hosts:
-        sys.exit(f"One rank has nothing to reduce. Expected two or more. Received: --ranks {arguments.ranks}")
+    ranks.check(None if arguments.hosts else arguments.ranks, arguments.plot)
     if arguments.mbit and not arguments.hosts:
         sys.exit("--mbit is the bandwidth of the hosts that --hosts makes. Give both.")
     if not launch.ranks_started():
         sys.exit(_start_ranks(arguments.ranks or 2, arguments.hosts, arguments.mbit or 2500))
-    for option in ("ranks", "hosts"):
-        if getattr(arguments, option):
-            sys.exit(
-                f"--{option} starts ranks, but there is a launcher already: {launch.ranks_started()}. Leave "
-                f"--{option} out."
-            )
-    world = launch.connect(None)
-    _pin(world)
-    return world
+    return ranks.world(arguments.ranks, arguments.hosts)
 
 
-def _start_report(world: launch.World, kind: str) -> dict[str, Any]:
-    nodes = len(set(world.node_of_rank))
-    report: dict[str, Any] = {
-        "kind": kind,
-        "machine": machine.describe(),
-        "mpi": launch.mpi_version(world),
-        "ranks": world.size,
-        "nodes": nodes,
-    }
-    if _MBIT in os.environ:
-        report["mbit"] = int(os.environ[_MBIT])
-    if world.rank == 0:
-        network = f" ({report['mbit']} Mbit/s each way)" if "mbit" in report else ""
-        print(f"{world.size} ranks on {nodes} node(s){network}, {report['mpi']}; {report['machine']}", flush=True)
-    return report
-
-
-def _end_report(world: launch.World, report: dict[str, Any], file: Path | None) -> None:
-    if world.rank == 0 and file:
-        file.write_text(json.dumps(report, indent=2) + "\n")
+def _mbit() -> int | None:
+    """Bandwidth of the hosts that we have made for these ranks."""
+    return int(os.environ[_MBIT]) if _MBIT in os.environ else None
 
 
 def _allreduce(arguments: argparse.Namespace) -> int:
-    world = _world_of(arguments)
-    team = make_team(world, 0, threads=0, timeout_seconds=300, stall_seconds=30)
-    report = _start_report(world, "allreduce")
-    if arguments.wire_dtype:
-        report["wire_dtype"] = arguments.wire_dtype
-    first = True
-
-    def show(rows: Sequence[dict[str, Any]]) -> None:
-        nonlocal first
-        if world.rank == 0:
-            print(allreduce.table(rows, header=first), flush=True)
-        first = False
-
-    report["rows"] = allreduce.measure(
-        team, arguments.bytes, arguments.seconds, done=show, wire_dtype=arguments.wire_dtype, mbit=report.get("mbit")
-    )
-    _end_report(world, report, arguments.json)
-    if world.rank == 0 and arguments.plot:
-        allreduce.plot(report, arguments.plot)
-    team.barrier()
-    team.close()
-    return 0
+    return bench.measure(_world_of(arguments), arguments, _mbit())
 
 
 def _overlap(arguments: argparse.Namespace) -> int:
@@ -217,7 +174,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
         return _gradients(arguments)
     tensors, nbytes = arguments.tensors or 8, (arguments.bytes or [2**20])[0]
     world = _world_of(arguments)
-    report = _start_report(world, "overlap")
+    report = ranks.begin_report(world, "overlap", _mbit())
     first = True
 
     def show(row: dict[str, Any]) -> None:
@@ -231,7 +188,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
 
     seconds = arguments.compute_ms / 1e3
     report["rows"] = overlap.measure(team_that_waits, tensors, nbytes, seconds, arguments.steps, done=show)
-    _end_report(world, report, arguments.json)
+    ranks.end_report(world, report, arguments.json)
     return 0
 
 
@@ -241,12 +198,12 @@ def _checkpoint(arguments: argparse.Namespace) -> int:
     import keras_hpc
 
     keras_hpc.init()
-    report = _start_report(world, "checkpoint")
+    report = ranks.begin_report(world, "checkpoint", _mbit())
     row = {"backend": arguments.backend} | checkpoint.measure(arguments.bytes[0], arguments.saves, arguments.folder)
     if world.rank == 0:
         print(checkpoint.table(row), flush=True)
     report["rows"] = [row]
-    _end_report(world, report, arguments.json)
+    ranks.end_report(world, report, arguments.json)
     keras_hpc.finalize()
     return 0
 
@@ -258,7 +215,7 @@ def _gradients(arguments: argparse.Namespace) -> int:
     from keras_hpc.job import current
 
     keras_hpc.init()
-    report = _start_report(world, "gradients")
+    report = ranks.begin_report(world, "gradients", _mbit())
     row = gradients.measure(
         current.job().teams[0],
         arguments.backend,
@@ -269,7 +226,7 @@ def _gradients(arguments: argparse.Namespace) -> int:
     if world.rank == 0:
         print(gradients.table(row), flush=True)
     report["rows"] = [row]
-    _end_report(world, report, arguments.json)
+    ranks.end_report(world, report, arguments.json)
     keras_hpc.finalize()
     return 0
 
@@ -311,9 +268,9 @@ def _validation(arguments: argparse.Namespace) -> int:
     if launch.ranks_started():  # one of those that are started below
         world = launch.connect(None)
         mbit = int(os.environ.get(_MBIT, 0))
-        report = _start_report(world, "validation")
+        report = ranks.begin_report(world, "validation", _mbit())
         report["rows"] = validation.measure(world, known, validation.computing(mbit), arguments.repeats)
-        _end_report(world, report, arguments.json)
+        ranks.end_report(world, report, arguments.json)
         return 0
     rows: list[dict[str, Any]] = []
     try:
@@ -354,39 +311,21 @@ def _start_ranks(count: int, hosts: int | None, mbit: int, options: Sequence[str
         options: of `python -m benchmarks`; None: those of this very command.
     """
     if options is None:
-        options = _without(sys.argv[1:], ("--ranks", "--hosts", "--mbit"))
+        options = ranks.without(sys.argv[1:], ("--ranks", "--hosts", "--mbit"))
     command = [sys.executable, "-m", "benchmarks", *options]
-    ranks = count * (hosts or 1)
+    if hosts is None:
+        return ranks.start(command, count)
     try:
         mpiexec = launchers.find_mpiexec(launchers.find_library())
-        environment = os.environ | launchers.mpiexec_environment(ranks, placed=bool(hosts), pinned=True)
+        environment = os.environ | launchers.mpiexec_environment(count * hosts, placed=True, pinned=True)
         environment.setdefault("OMP_NUM_THREADS", "1")
-        if hosts is None:
-            return subprocess.call([*launchers.mpiexec_command(mpiexec, ranks), *command], env=environment)
         with Hosts(hosts, mbit or None) as network:
             environment |= {_MBIT: str(mbit)} | network.environment
             everywhere = [(name, count) for name in network.names]
-            launcher = launchers.mpiexec_command(mpiexec, ranks, everywhere, environment)
+            launcher = launchers.mpiexec_command(mpiexec, count * hosts, everywhere, environment)
             return subprocess.call(network.on_head([*launcher, *command]), env=environment)
     except (LaunchError, HostsError) as error:
         sys.exit(str(error))
-
-
-def _without(words: list[str], options: Sequence[str]) -> list[str]:
-    """The words of a command without these options and their values."""
-    kept = []
-    for before, word in zip(["", *words], words, strict=False):
-        if before not in options and word not in options and not word.startswith(tuple(f"{o}=" for o in options)):
-            kept.append(word)
-    return kept
-
-
-def _pin(world: launch.World) -> None:
-    """One core for each rank, where there are enough and nobody has pinned it already."""
-    cores = sorted(os.sched_getaffinity(0))
-    local = [rank for rank in range(world.size) if world.node_of_rank[rank] == world.node]
-    if len(cores) >= len(local):
-        os.sched_setaffinity(0, {cores[local.index(world.rank)]})
 
 
 if __name__ == "__main__":

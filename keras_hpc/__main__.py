@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m keras_hpc`: tools beside the library."""
+"""`keras-hpc`, or `python -m keras_hpc`: tools beside the library."""
 
 import argparse
 import sys
+from pathlib import Path
 
-from keras_hpc.tools import doctor, plan, run, template
+import keras_hpc
+from keras_hpc.tools import bench, demo, doctor, migrate, plan, run, template
 
 
 def main() -> int:
     """Run the subcommand that the command line names, and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m keras_hpc", description="Tools of keras_hpc.")
+    as_module = Path(sys.argv[0]).name == "__main__.py"
+    parser = argparse.ArgumentParser(
+        prog="python -m keras_hpc" if as_module else "keras-hpc",
+        description="Tools of keras_hpc. Each has a --help of its own.",
+    )
+    parser.add_argument("--version", action="version", version=f"keras_hpc {keras_hpc.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    doctor.add_command(commands)
-    run.add_command(commands)
-    plan.add_command(commands)
-    template.add_command(commands)
+    for tool in (demo, doctor, run, plan, bench, template, migrate):
+        tool.add_command(commands)
     arguments = parser.parse_args()
     status: int = arguments.run(arguments)
     return status

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import machine
 from examples import tables
 from examples.cnn.networks import NETWORKS
 from examples.launch import ENVIRONMENT
 from keras_hpc.tools import rank as rank_shim
+from keras_hpc.tools.bench import machine
 
 HERE = Path(__file__).parent
 TIME_LIMIT_S = 600  # of a run

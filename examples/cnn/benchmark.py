@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import machine
 from benchmarks.page import PARTS
 from examples import launch, tables
 from examples.cnn.networks import NETWORKS
+from keras_hpc.tools.bench import machine
 
 TIME_LIMIT_S = 900  # of a run
 

@@ -22,7 +22,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
         help="start a script on several ranks",
-        usage="python -m keras_hpc run [options] (SCRIPT | -m MODULE) [arguments of its own]",
+        usage="%(prog)s [options] (SCRIPT | -m MODULE) [arguments of its own]",
         description="Starts a Python script on several ranks: with srun inside a Slurm allocation, else with the "
         "mpiexec of the MPI library that mpi4py loads. mpiexec's ranks each get their share of the node's cores, and "
         "where there are enough NVIDIA GPUs one of these and the cores beside it; srun binds its own. "

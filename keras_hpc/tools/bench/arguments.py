@@ -4,22 +4,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 _UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
-
-
-def add_common(parser: argparse.ArgumentParser) -> None:
-    """Adds what most kinds take."""
-    parser.add_argument("--ranks", type=int, metavar="N", help="start so many ranks on this machine (default: 2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
-    parser.add_argument(
-        "--hosts",
-        type=int,
-        metavar="N",
-        help="make so many throw-away hosts on this machine, with --ranks ranks each (needs root and iproute2)",
-    )
-    parser.add_argument("--mbit", type=int, metavar="M", help="bandwidth of each host, Mbit/s each way (default: 2500)")
 
 
 def sizes(text: str) -> list[int]:
