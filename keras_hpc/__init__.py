@@ -60,6 +60,7 @@ __all__ = [
     "callbacks",
     "check_replicas",
     "configure_team",
+    "data",
     "drain",
     "empty",
     "finalize",
@@ -89,6 +90,6 @@ if not _typing.TYPE_CHECKING:
 
     def __getattr__(name: str):
         """Import these when they are asked for: they need Keras, and `python -m keras_hpc plan` does not."""
-        if name in ("callbacks", "optimizers", "schedules", "spatial"):
+        if name in ("callbacks", "data", "optimizers", "schedules", "spatial"):
             return _importlib.import_module(f"keras_hpc.{name}")
         raise AttributeError(f"module 'keras_hpc' has no attribute {name!r}")

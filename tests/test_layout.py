@@ -12,7 +12,7 @@ PACKAGE = ROOT / "keras_hpc"
 LEVELS = [
     ["errors"],
     ["job"],
-    ["backends", "callbacks", "optimizers", "schedules"],
+    ["backends", "callbacks", "data", "optimizers", "schedules"],
     ["spatial"],
     ["keras_hooks"],
     ["api"],

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_hpc.data import Dataset
 from keras_hpc.keras_hooks import keras_private
 from keras_hpc.keras_hooks.data import rows
 from keras_hpc.keras_hooks.data.arrays import digest
@@ -30,7 +31,10 @@ class _Pass(keras.utils.PyDataset):  # type: ignore[misc]
     """
 
     def __init__(self, source: Any, shard: Shard, order: np.ndarray | None = None, first: int = 0) -> None:
-        super().__init__(source.workers, source.use_multiprocessing, source.max_queue_size)
+        if isinstance(source, Dataset):
+            super().__init__(source.readers, False, source.ahead)
+        else:
+            super().__init__(source.workers, source.use_multiprocessing, source.max_queue_size)
         self.source = source
         self.shard = shard
         self.order = order
@@ -43,6 +47,8 @@ class _Pass(keras.utils.PyDataset):  # type: ignore[misc]
 
     def __getitem__(self, step: int) -> Any:
         step += self.first
+        if isinstance(self.source, Dataset):
+            return self._of_files(self.source, step)
         if self.shard.batch == "global":
             return rows.mine(self._batch(step), self.shard)
         number = step * self.shard.size + self.shard.rank
@@ -50,6 +56,15 @@ class _Pass(keras.utils.PyDataset):  # type: ignore[misc]
             return self._batch(number)
         # No batch left for this rank: one more is read for its shape, while the other ranks read theirs.
         return rows.empty_like(self._batch(0))
+
+    def _of_files(self, source: Dataset, step: int) -> Any:
+        """Read only what is this rank's."""
+        if self.shard.batch == "global":
+            start, stop = self.shard.part(source.count(step))
+            # What has no samples is made of one, because `decode` need not understand an empty list.
+            return source.rows(step, start, stop) if start < stop else rows.empty_like(source.rows(step, 0, 1))
+        number = step * self.shard.size + self.shard.rank
+        return source[number] if number < len(source) else rows.empty_like(source.rows(0, 0, 1))
 
     def _batch(self, number: int) -> Any:
         return self.source[number if self.order is None else int(self.order[number])]
@@ -79,7 +94,7 @@ class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc, valid-type]
         super().__init__(_Pass(source, shard), class_weight=class_weight, shuffle=False)
         # Each pass starts workers of its own, so that those of an abandoned pass never feed the next one.
         self.enqueuer = None
-        self.shuffle = shuffle and batches is not None
+        self.shuffle = shuffle and batches is not None and not isinstance(source, Dataset)  # which has its own order
         self.seed = 0
         self.passes = Passes()
         self.step_size = shard.steps_apart
@@ -96,7 +111,8 @@ class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc, valid-type]
 
     def content(self) -> str:
         """Return a digest of the first batch, to find out whether ranks hold the same data."""
-        return digest(self.py_dataset.source[0])
+        source = self.py_dataset.source
+        return digest(source.rows(0, 0, 1) if isinstance(source, Dataset) else source[0])
 
     def on_epoch_begin(self) -> None:
         """Keras calls it. A data set that draws its order does so from the same random numbers on all ranks."""
@@ -113,6 +129,8 @@ class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc, valid-type]
         source, shard = self.py_dataset.source, self.py_dataset.shard
         epoch, first = self.passes.begin()
         order = None
+        if isinstance(source, Dataset):
+            source.set_epoch(epoch)
         if self.shuffle:
             batches = Partition(source.num_batches, 1, shard)
             order = batches.order(True, self.seed, epoch)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a store is, and several as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+class Store:
+    """Samples in a file, read in ranges.
+
+    Attributes:
+        path: of the file.
+        spec: what a sample is: of each field its shape and dtype; of records nothing.
+        block: so many neighbouring samples are read together best.
+    """
+
+    path: str
+    spec: dict[str, tuple[tuple[int, ...], str]]
+    block: int = 1
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        raise NotImplementedError
+
+    def read(self, start: int, stop: int) -> Any:
+        """Return samples `start` to `stop`: a dictionary of arrays with as many rows, or a list of records."""
+        raise NotImplementedError
+
+
+class Concatenated(Store):
+    """Several stores, one behind the other.
+
+    Args:
+        stores: those, with the same fields.
+
+    Raises:
+        ValueError: their samples differ.
+    """
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        self.stores = list(stores)
+        self.path, self.spec = self.stores[0].path, self.stores[0].spec
+        for store in self.stores:
+            if store.spec != self.spec:
+                raise ValueError(
+                    f"The files' samples differ. Expected {self.spec}, as in {self.path}. "
+                    f"Received: {store.spec} in {store.path}"
+                )
+        self.block = max(store.block for store in self.stores)
+        self._starts = np.concatenate([[0], np.cumsum([len(store) for store in self.stores])])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, start: int, stop: int) -> Any:
+        """Return samples `start` to `stop`; see `Store`."""
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        parts = []
+        for store, begin in zip(self.stores[first:], self._starts[first:], strict=False):
+            inside = max(start - int(begin), 0), min(stop - int(begin), len(store))
+            if inside[0] < inside[1]:
+                parts.append(store.read(*inside))
+            if begin + len(store) >= stop:
+                break
+        return join(parts) if parts else self.stores[first].read(0, 0)
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """Return ranges of samples as one."""
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], dict):
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return [record for part in parts for record in part]
+
+
+def pick(available: dict[str, tuple[tuple[int, ...], str]], fields: Sequence[str] | None, path: str) -> list[str]:
+    """Return the names of the fields to read, once it is clear that they are samples.
+
+    Args:
+        available: of each array in the file its whole shape and dtype.
+        fields: those that are wanted; None: all.
+        path: of the file, for messages.
+
+    Raises:
+        ValueError: some are not there, or they have different numbers of rows.
+    """
+    names = sorted(available) if fields is None else list(fields)
+    if missing := [name for name in names if name not in available]:
+        raise ValueError(f"{path} has no {missing}. Expected fields among {sorted(available)}. Received: {names}")
+    if not names or any(not available[name][0] for name in names) or len({available[n][0][0] for n in names}) > 1:
+        raise ValueError(
+            f"{path} holds no samples. Expected arrays with equally many rows; `fields` chooses some. "
+            f"Received: { {name: available[name][0] for name in names} }"
+        )
+    return names
+
+
+def best_block(spec: dict[str, tuple[tuple[int, ...], str]]) -> int:
+    """Return so many samples as make about 1 MiB."""
+    nbytes = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in spec.values())
+    return max(1, (1 << 20) // max(1, nbytes))
