@@ -18,7 +18,17 @@ def test_help(run_ranks):
 
 @pytest.mark.parametrize(("ranks", "backend"), [(1, "tensorflow"), (3, "jax")])
 def test_doctor(ranks, backend, run_ranks, tmp_path):
-    args = ["-m", "keras_hpc", "doctor", "--parameters", "1000000", "--json", tmp_path / "doctor.json"]
+    args = [
+        "-m",
+        "keras_hpc",
+        "doctor",
+        "--parameters",
+        "1000000",
+        "--data",
+        ROOT / "docs",
+        "--json",
+        tmp_path / "doctor.json",
+    ]
     text = run_ranks(ranks, args, backend=backend, mpi=ranks > 1).output
     for word in ("Python", "Keras", backend, "mpi4py", "MPICH", "MPI_THREAD_MULTIPLE", "libkeras_hpc.so", "correct"):
         assert word in text, text

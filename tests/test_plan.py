@@ -66,6 +66,13 @@ def test_what_doctor_measured_is_used(tmp_path):
         done = _run("--doctor", file)
         assert word in done.stdout, done
     assert "steps of an epoch   10" in done.stdout
+    # 0.32 MB in 100 ms: 0.0032 GB/s on four nodes. Two were measured.
+    for speed, word in (
+        (4e6, "input is the limit: the ranks need 0.0032 GB/s"),
+        (9e9, "limit               computing"),
+    ):
+        file.write_text(json.dumps({"summary": fast, "data": {"nodes": [speed / 20, speed / 20]}}))
+        assert word in _run("--doctor", file).stdout
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,6 @@ to node.
 from keras_hpc.data.dataset import Dataset
 from keras_hpc.data.files import open_file
 from keras_hpc.data.staging import stage, traffic
-from keras_hpc.data.stores import open_store
+from keras_hpc.data.stores import Store, open_store
 
-__all__ = ["Dataset", "open_file", "open_store", "stage", "traffic"]
+__all__ = ["Dataset", "Store", "open_file", "open_store", "stage", "traffic"]

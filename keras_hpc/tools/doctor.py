@@ -20,7 +20,7 @@ from keras_hpc import _native, backends
 from keras_hpc.job import current, devices, launch, mpich_network, resources, tuning_cache
 from keras_hpc.job.current import Job
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.tools import network_probe
+from keras_hpc.tools import data_probe, network_probe
 
 
 def add_command(commands: Any) -> None:
@@ -38,6 +38,11 @@ def add_command(commands: Any) -> None:
         metavar="N",
         help="trainable parameters (float32) of the model to reduce gradients of (default: 25 million, a ResNet50)",
     )
+    parser.add_argument(
+        "--data",
+        metavar="PATH",
+        help="measure how fast the ranks read this file, folder or pattern, for `plan --doctor`",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured there, for `plan --doctor`")
     parser.set_defaults(run=run)
 
@@ -49,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     keras_hpc.init()
     job = current.job()
     team = job.teams[0]
+    world = launch.World(job.comm, job.rank, job.size, job.node_of_rank)
+    files = launch.on_all_ranks(world, lambda: data_probe.files_of(arguments.data)) if arguments.data else []
     about_me = {
         "host": platform.node(),
         "cores": sorted(os.sched_getaffinity(0)),
@@ -66,6 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
     if job.device is not None:
         communication["GPU copies"] = _of_ranks([me["copies"] for me in everyone])
         communication["pinned memory"] = _pinned(job, job.device.ordinal, arguments.parameters)
+    if files:
+        measured["data"] = data_probe.measure(job, files)
+        communication["data"] = data_probe.describe(measured["data"])
     communication["limits"] = _of_ranks([me["limits"] for me in everyone])
     lines = [
         "installation",

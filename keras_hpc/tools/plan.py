@@ -103,7 +103,7 @@ def limit(found: dict[str, float], step_ms: float, read_gb_per_s: float | None) 
         return (
             f"input is the limit: the ranks need {needed:.3g} GB/s and get {read_gb_per_s:.3g}, so steps take "
             f"{slower:.2g} times as long ({step_ms * slower:.3g} ms). Keep the data in memory or on local disks "
-            "(`cache()`), make samples smaller, or read fewer of them"
+            "(`keras_hpc.data.stage`), make samples smaller, or read fewer of them"
         )
     if found["efficiency"] < 0.9:
         return (
@@ -131,7 +131,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--step-ms", type=amount, metavar="MS", help="time of one rank's step")
     parser.add_argument("--parameters", type=whole, metavar="P", help="trainable parameters, float32")
     parser.add_argument("--sample-bytes", type=amount, metavar="S", help="bytes of a sample, as read")
-    parser.add_argument("--read-gb-per-s", type=amount, metavar="R", help="what the file system gives the job")
+    parser.add_argument("--read-gb-per-s", type=amount, metavar="R", help="what the job can read, instead of --doctor")
     parser.add_argument("--doctor", type=Path, metavar="FILE", help="measured by `doctor --json FILE`")
     parser.add_argument("--gb-per-s", type=amount, metavar="W", help="of a node's link, instead of --doctor")
     parser.add_argument("--latency-us", type=amount, metavar="L", help=f"between nodes (default: {_LATENCY_US:g})")
@@ -169,7 +169,10 @@ def run(arguments: argparse.Namespace) -> int:
         parameters=arguments.parameters,
         sample_bytes=arguments.sample_bytes,
     )
-    found = estimate(job, _network(arguments, nodes))
+    measured = _measured(arguments)
+    found = estimate(job, _network(arguments, nodes, measured.get("summary", {})))
+    data = measured.get("data", {})
+    given = arguments.read_gb_per_s or (sum(data["nodes"]) / len(data["nodes"]) * nodes / 1e9 if data else None)
     read, sends = found["read_gb_per_s"], f"each node sends {found['sent_mb']:.4g} MB"
     exposed = f"{found['efficiency_exposed']:.0%} if nothing hides it"
     rows = {
@@ -180,7 +183,7 @@ def run(arguments: argparse.Namespace) -> int:
         "gradients": f"{found['gradient_mb']:.4g} MB of each rank and step; {sends}",
         "reduction": f"{found['reduction_ms']:.3g} ms",
         "efficiency": f"{found['efficiency']:.0%} behind backward, {exposed}",
-        "limit": limit(found, job.step_ms, arguments.read_gb_per_s),
+        "limit": limit(found, job.step_ms, given),
     }
     for name, value in rows.items():
         print(f"{name:<20}{value}")
@@ -231,13 +234,20 @@ def _even(arguments: argparse.Namespace) -> timeline.Timeline:
     return timeline.Timeline(tuple(sizes), tuple(ready), arguments.step_ms / 1e3, 0.0, ())
 
 
-def _network(arguments: argparse.Namespace, nodes: int) -> Network:
-    measured: dict[str, dict[str, float]] = {}
-    if arguments.doctor:
-        try:
-            measured = json.loads(arguments.doctor.read_text())["summary"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            sys.exit(f"--doctor is a file that `doctor --json` wrote. Received: {arguments.doctor}, {error}")
+def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `doctor` has measured, if that was given."""
+    if not arguments.doctor:
+        return {}
+    try:
+        measured: dict[str, Any] = json.loads(arguments.doctor.read_text())
+        if not isinstance(measured["summary"], dict):
+            raise TypeError("no summary in it")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"--doctor is a file that `doctor --json` wrote. Received: {arguments.doctor}, {error}")
+    return measured
+
+
+def _network(arguments: argparse.Namespace, nodes: int, measured: dict[str, dict[str, float]]) -> Network:
     between, inside = measured.get("between", {}), measured.get("inside", {})
     speed = arguments.gb_per_s or between.get("gb_per_s")
     if nodes > 1 and speed is None:
