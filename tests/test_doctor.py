@@ -43,6 +43,8 @@ def test_doctor(ranks, backend, run_ranks, tmp_path):
     assert len(measured["links"]) == ranks * (ranks - 1) / 2
     assert len(measured["compute_ms"]) == measured["ranks"] == ranks
     assert measured["gradients"]["bytes"] == 4_000_000
+    assert re.search(r"^  data +one rank alone [\d,]+ MB/s; all at once: a rank ", text, re.M), text
+    assert sum(measured["data"]["nodes"]) >= ranks * measured["data"]["slowest"] * 0.999 > 0
 
 
 def test_doctor_on_gpus(run_ranks, tmp_path):

@@ -7,4 +7,4 @@ import fake_gpu
 from keras_hpc.tools import doctor
 
 fake_gpu.pytest_configure(None)
-doctor.run(argparse.Namespace(parameters=1 << 20, json=None))
+doctor.run(argparse.Namespace(parameters=1 << 20, data=None, json=None))
