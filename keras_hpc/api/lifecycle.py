@@ -14,6 +14,7 @@ from keras_hpc.api.teams import check_wire
 from keras_hpc.job import current, devices, exit, launch, log, resources
 from keras_hpc.job import trace as tracing
 from keras_hpc.job.team import make_team
+from keras_hpc.job.virtual import Virtual
 from keras_hpc.job.watchdog import Watchdog
 from keras_hpc.spatial.geometry import Grid
 
@@ -33,6 +34,7 @@ def init(
     keep_memory: bool = True,
     device: int | Literal["auto", "cpu"] = "auto",
     spatial: int | Sequence[int] | None = None,
+    virtual_ranks: int | None = None,
 ) -> None:
     """Make this Keras script one rank of a data-parallel job. Collective.
 
@@ -66,6 +68,10 @@ def init(
         spatial: groups of neighbouring ranks compute each sample together, so many parts along each spatial axis of
             images, such as `(2, 1)`: each rank has its rows of every tensor. An int means the first axis. See
             `partition`. None: each rank computes whole samples.
+        virtual_ranks: cut every global batch into so many parts, each computed as by one of so many ranks, whatever
+            rank computes it, and add up their gradients in one order: `fit` ends with the same bits on any number of
+            ranks up to this one, on machines of one kind, and a `Checkpoint` goes on bit for bit on another number.
+            `batch_size` is then one part's (`batch="global"`: that of all parts). None: each rank has one part.
 
     Raises:
         RuntimeError: called twice, or Keras is in a state that does not go with keras_hpc.
@@ -92,6 +98,7 @@ def init(
             )
             devices.check_argument(device)
             _check_spatial(spatial, world.size, teams)
+            _check_virtual(virtual_ranks, world.size, shard=shard, spatial=spatial, wire_dtype=wire_dtype, teams=teams)
             launch.check_threads(world)
             from keras_hpc import backends, keras_hooks  # Keras and its backend: nobody needs them to ask for help
 
@@ -109,9 +116,11 @@ def init(
                 undo.enter_context(backend.use_device(gpu))
             threads = launch.threads_per_team(world, threads_per_team, cores, needs_thread=backend.NEEDS_THREAD)
             shares = ""
-            if world.size > 1:
+            if world.size > 1 or virtual_ranks is not None:
                 limit = functools.partial(backend.limit_threads, teams=teams)
-                shares = resources.share_cores(cores, world.local_size, threads * teams, limit)
+                # The number of threads can change bits, so virtual ranks have the same on any number of ranks.
+                sharing, busy = (world.local_size, threads * teams) if virtual_ranks is None else (virtual_ranks, 0)
+                shares = resources.share_cores(cores, sharing, busy, limit)
             backend.load()
             return threads, shares
 
@@ -130,6 +139,7 @@ def init(
                 f"backend={backend.__name__}",
                 f"on a GPU: {gpu is not None}",
                 f"spatial={spatial}",
+                f"virtual_ranks={virtual_ranks}",
             ],
         )
         job = current.Job(
@@ -148,7 +158,10 @@ def init(
             check_replicas_every=check_replicas_every,
             guard=guard,
             device=gpu,
+            virtual=None if virtual_ranks is None else Virtual(virtual_ranks, world.rank, world.size),
         )
+        if job.virtual is not None and gpu is not None:
+            raise ValueError(f"init(virtual_ranks=) computes on CPUs so far; pass device='cpu'. Received: {gpu}")
         for index in range(teams):
             job.teams.append(make_team(world, index, threads, timeout_seconds, stall_seconds))
             undo.callback(_close_team, job, index)
@@ -224,6 +237,24 @@ def _check_spatial(spatial: Any, size: int, teams: int) -> None:
         )
     if parts > 1 and teams > 1:
         raise ValueError(f"init(spatial=) has one team so far. Received: spatial={spatial!r}, teams={teams}")
+
+
+def _check_virtual(count: Any, size: int, *, shard: bool, **others: Any) -> None:
+    if count is None:
+        return
+    if not isinstance(count, int) or isinstance(count, bool) or count < size:
+        raise ValueError(
+            "`virtual_ranks` is how many parts a global batch has. Expected an integer, at least the number of ranks. "
+            f"Received: virtual_ranks={count!r} with {size} rank{'s' * (size > 1)}"
+        )
+    plain = {"spatial": None, "wire_dtype": None, "teams": 1}
+    given = [f"{name}={value!r}" for name, value in others.items() if value != plain[name]]
+    given += [] if shard else ["shard=False"]
+    if given:
+        raise ValueError(
+            "init(virtual_ranks=) shares out the data, to one team, whose gradients travel as they are. Received: "
+            f"virtual_ranks={count} with {', '.join(given)}"
+        )
 
 
 def _check_arguments(

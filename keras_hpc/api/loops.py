@@ -52,6 +52,8 @@ def step(samples: Any) -> Iterator[None]:
     if not current.active():
         yield
         return
+    if current.job().virtual is not None:
+        raise ValueError("With init(virtual_ranks=) models are trained by `fit` so far. Received: keras_hpc.step()")
     from keras_hpc.keras_hooks import running, seeds
 
     with running.running_step(running.Step(None, "loop", False, samples)), seeds.of_rank(None):

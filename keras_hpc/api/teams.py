@@ -63,6 +63,11 @@ def configure_team(
             "With init(spatial=) a team is synchronous and has all ranks so far. Received: "
             f"schedule={schedule!r}, ranks={ranks!r}"
         )
+    if current.job().virtual is not None and (schedule != "synchronous" or ranks is not None or wire_dtype is not None):
+        raise ValueError(
+            "With init(virtual_ranks=) a team is synchronous, has all ranks, and gradients travel as they are. "
+            f"Received: schedule={schedule!r}, ranks={ranks!r}, wire_dtype={wire_dtype!r}"
+        )
     if schedule not in ("synchronous", "pipelined"):
         raise ValueError(f"`schedule` is 'synchronous' or 'pipelined'. Received: schedule={schedule!r}")
     for name, steps in (("synchronous_steps", synchronous_steps), ("cooldown_steps", cooldown_steps)):

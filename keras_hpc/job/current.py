@@ -15,6 +15,7 @@ from keras_hpc.job import log
 from keras_hpc.job.devices import Device
 from keras_hpc.job.model_state import Known
 from keras_hpc.job.team import Team
+from keras_hpc.job.virtual import Virtual
 
 _local = threading.local()
 _counting = threading.Lock()
@@ -48,6 +49,7 @@ class Job:
         guard: the `exit.Guard` of this process.
         group: the `spatial.group.Group` of this rank; None: each rank computes whole samples.
         device: the `Device` that this rank computes on; None: the CPU.
+        virtual: the fixed parts of every global batch; None: each rank has one, of its own size.
         watchdog: the `Watchdog`, which reports waits that take long; None with one rank.
         known: what is known of the user's models and optimizers.
         streams: this rank's states of random streams that have others outside of steps.
@@ -75,6 +77,7 @@ class Job:
     group: Any = None
     device: Device | None = None
     delayed: bool = False
+    virtual: Virtual | None = None
     watchdog: Any = None
     known: Known = dataclasses.field(default_factory=Known)
     streams: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -158,8 +161,11 @@ def size() -> int:
 
 
 def replicas() -> int:
-    """Return how many replicas train on samples of their own; 1 without a job."""
-    return job().teams[0].replicas if is_initialized() else 1
+    """Return how many replicas, or virtual ranks, train on samples of their own; 1 without a job."""
+    if not is_initialized():
+        return 1
+    virtual = job().virtual
+    return job().teams[0].replicas if virtual is None else virtual.count
 
 
 def local_rank() -> int:
@@ -224,7 +230,7 @@ def active() -> bool:
     """Return whether this call works together with other ranks, or with other steps."""
     if _job is None or is_local():
         return False
-    return _job.size > 1 or _job.delayed
+    return _job.size > 1 or _job.delayed or _job.virtual is not None
 
 
 def notice(text: str) -> None:

@@ -18,7 +18,7 @@ def forget(job: Any) -> None:
 
     The steps of `fit` need nothing: models make theirs anew.
     """
-    if job.size == 1 and not job.delayed:
+    if job.size == 1 and not job.delayed and job.virtual is None:
         return
     if keras.backend.backend() == "jax":
         import jax

@@ -21,6 +21,7 @@ from keras_hpc.keras_hooks import (
     torch_optim,
 )
 from keras_hpc.keras_hooks.checkpoint.loops import Checkpoints
+from keras_hpc.keras_hooks.virtual.states import States
 
 _MISSING = object()
 
@@ -91,9 +92,12 @@ def install(job: Any) -> None:
 def begin(job: Any) -> None:
     """Let the ranks agree on what they need before anything else. Collective."""
     earlier_traces.forget(job)
-    seeds.share(job.teams[0])
+    if job.size > 1 or job.virtual is not None:
+        seeds.share(job.teams[0])
     saving.begin(job)
     job.checkpoints = Checkpoints()
+    if job.virtual is not None:
+        job.virtual.states = States(job.virtual)
 
 
 def uninstall(job: Any) -> None:

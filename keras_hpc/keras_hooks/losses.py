@@ -276,6 +276,8 @@ def _divisor(dtype: Any, sample_weight: Any, mask: Any, reduction: Any) -> Any:
 def _share(step: running.Step, divisor: Any) -> Any:
     """Return `(d_r / sum(d_r)) (sum(n_r) / n_r)`; 1 on a rank without samples."""
     count = keras.ops.cast(step.count, "float32")
+    if step.offset is not None:
+        return _share_of_part(step, count, divisor)
     divided = isinstance(divisor, float)  # then the sums stay sums
     has_samples = count > 0
     mine = keras.ops.where(has_samples, keras.ops.cast(divisor, "float32"), 0.0)
@@ -284,3 +286,13 @@ def _share(step: running.Step, divisor: Any) -> Any:
     copies = 1 if parts.is_of_part() else current.team_of(step.model).parts
     of_divisor = 1.0 / copies if divided else keras.ops.divide_no_nan(mine, total[1])
     return keras.ops.where(has_samples, of_divisor * keras.ops.divide_no_nan(total[0], count), 1.0)
+
+
+def _share_of_part(step: running.Step, count: Any, divisor: Any) -> Any:
+    """Return the same for a virtual rank, which knows how many samples all have, and nothing else of the others."""
+    if not isinstance(divisor, float):
+        raise ValueError(
+            "With init(virtual_ranks=) losses are means or sums over samples so far. Received: a loss that is divided "
+            'by the sum of sample weights ("mean_with_sample_weight") or by the number of values that a mask leaves'
+        )
+    return keras.ops.where(count > 0, keras.ops.divide_no_nan(step.total[0], count), 1.0)

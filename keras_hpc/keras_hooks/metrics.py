@@ -39,8 +39,12 @@ def install(job: Any, patcher: Any) -> None:
     def separating(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def reset_metrics(self: Any) -> Any:
+            virtual = current.job().virtual
+            if virtual is not None and not current.is_local():
+                _reset_parts(virtual.states, self, original)
+                return
             _separate(self)
-            return original(self)
+            original(self)
 
         return reset_metrics
 
@@ -57,6 +61,20 @@ def _separate(model: Any) -> None:
             backend.assign(variable, own)
 
 
+def _reset_parts(states: Any, model: Any, reset: Callable[..., Any]) -> None:
+    """Reset metrics as each part has them: what a metric does not reset goes on with what each part has."""
+    own = [variable for variable in model.metrics_variables if states.has(variable)]
+    if not own:
+        reset(model)
+        return
+    backend = backends.current()
+    for part in states.parts:
+        for variable in own:
+            backend.assign(variable, backend.to_numpy(states.get(part, variable, None)))
+        reset(model)
+        states.put(part, own, [keras.ops.copy(variable.value) for variable in own])
+
+
 def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> Any:
     """Return the logs of all ranks together, the same on each. Collective on the model's team.
 
@@ -71,9 +89,16 @@ def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> An
     scalars = {name: float(number) for name, value in flat.items() if np.ndim(number := _number(value)) == 0}
     local = model.get_metrics_result()
     # A custom step may log a metric under its name, beside other values. On every rank it must be the same metric.
-    is_metric = [name in local and _same(scalars[name], local[name]) for name in scalars]
+    virtual = current.job().virtual is not None  # whose logs are those of a part that had samples
+    is_metric = [name in local and (virtual or _same(scalars[name], local[name])) for name in scalars]
     sums = reduce_metrics(model, team, [*scalars.values(), *map(float, is_metric)])
     averages, votes = sums[: len(scalars)] / team.size, sums[len(scalars) :]
+    if virtual and not all(is_metric):
+        others = [name for name, yes in zip(scalars, is_metric, strict=True) if not yes]
+        raise ValueError(
+            "With init(virtual_ranks=) logs are those of metrics, which parts can merge. Received: values that are no "
+            f"metrics, {', '.join(others)}"
+        )
     result = dict(result_or_logs(model, flat))
     final = model.get_metrics_result()
     if result.keys() != final.keys():
@@ -112,6 +137,12 @@ def reduce_metrics(model: Any, team: Any, extra: list[float]) -> np.ndarray:
     merging = [metric for metric in _leaves(model.metrics) if callable(getattr(metric, "merge_state", None))]
     merged = {id(v) for metric in merging for v in metric.variables}
     everything = {id(v): v for v in model.metrics_variables}
+    if (virtual := current.job().virtual) is not None:
+        _merge_virtual(virtual.states, team, list(everything.values()), merging)
+        _warn_of_unknown(model, merging)
+        sums = np.asarray(extra, np.float64)
+        team.allreduce(sums, op="sum")
+        return sums
     own = {key: backend.to_numpy(variable.value) for key, variable in everything.items()}
     variables = [variable for key, variable in everything.items() if key not in merged]
     _warn_of_unknown(model, merging)
@@ -146,12 +177,36 @@ def _merge(metric: Any, team: Any, counting: Sequence[int]) -> None:
     """Lets a metric merge the states of ranks, in rank order, the same on each. Collective."""
     backend = backends.current()
     arrays = [backend.to_numpy(variable.value) for variable in metric.variables]
-    everyone = [team.allgather(array[None]) for array in arrays]
+    _merge_states(metric, [team.allgather(array[None]) for array in arrays], counting)
+
+
+def _merge_states(metric: Any, everyone: Sequence[np.ndarray], counting: Sequence[int]) -> None:
+    """Lets a metric merge states, of each of its variables those of all ranks or parts."""
+    backend = backends.current()
     others = [_twin(metric) for _ in counting[1:]]
     for rank, holder in zip(counting, [metric, *others], strict=True):
         for variable, values in zip(holder.variables, everyone, strict=True):
             backend.assign(variable, values[rank])
     metric.merge_state(others)
+
+
+def _merge_virtual(states: Any, team: Any, variables: Sequence[Any], merging: list[Any]) -> None:
+    """Merge the metrics of all parts in place, in the order of the parts. Collective."""
+    backend = backends.current()
+    gathered = dict(zip(map(id, variables), states.gather(team, variables), strict=True))
+    for metric in merging:
+        everyone = [gathered.pop(id(variable)) for variable in metric.variables]
+        _merge_states(metric, everyone, range(len(everyone[0])) if everyone else [0])
+    for variable in variables:
+        if id(variable) not in gathered:
+            continue
+        values = gathered[id(variable)]
+        total = np.sum(values.astype(np.float64), axis=0)
+        if variable.aggregation == "mean":
+            total = total / len(values)
+        elif variable.aggregation == "only_first_replica":
+            total = values[0]
+        backend.assign(variable, total.astype(values.dtype))
 
 
 def _twin(metric: Any) -> Any:

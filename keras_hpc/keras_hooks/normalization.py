@@ -86,6 +86,11 @@ def _together(original: Any) -> Any:
         mean, variance = original(_Unsynchronized(self), inputs, mask)
         if not current.active() or isinstance(inputs, keras.KerasTensor):
             return mean, variance
+        if current.job().virtual is not None:
+            raise ValueError(
+                "With init(virtual_ranks=) each part is normalized by itself. Expected BatchNormalization with "
+                f"synchronized=False. Received: layer `{self.name}` with synchronized=True"
+            )
         return _combine(self, mean, variance, inputs, mask, of_group)
 
     return _moments

@@ -92,6 +92,10 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
         if not current.active():
             _guard_trace(self, kwargs.get("grads", args[0] if args else ()))
             return original(self, *args, **kwargs)
+        if current.job().virtual is not None:
+            if not running.is_summed():
+                _refuse_loops()
+            return original(self, *args, **kwargs)
         inside = _applying.optimizer is not None
         pipelined = current.team_of(_applying.optimizer or self).schedule.pipelined
         if inside and not (_applying.reduce_later and _reduces_in_deferral(self, pipelined)):
@@ -125,6 +129,13 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     # Dynamo would trace into the engine's Python.
     return backends.current().uncompiled(wrapper) if keras.backend.backend() == "torch" else wrapper
+
+
+def _refuse_loops() -> None:
+    raise RuntimeError(
+        "With init(virtual_ranks=) models are trained by `fit` so far, which knows the samples of all virtual ranks. "
+        "Received: a training loop or train_on_batch. Use keras_hpc.init() without virtual_ranks"
+    )
 
 
 def _reduces_in_deferral(optimizer: Any, pipelined: bool) -> bool:

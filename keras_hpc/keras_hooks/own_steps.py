@@ -32,11 +32,16 @@ _FINE, _UNKNOWN, _NEITHER, _SUM = range(4)
 
 def is_keras_own(model: Any) -> bool:
     """Return whether a model trains with the `train_step` of Keras."""
-    own = keras_private.backend_trainer().train_step  # type: ignore[attr-defined]
-    return getattr(model.train_step, "__func__", None) is own
+    return has_own(model, "train_step")
 
 
-def _has_keras_loss(model: Any) -> bool:
+def has_own(model: Any, method: str) -> bool:
+    """Return whether a method of a model is that of Keras."""
+    own = getattr(keras_private.backend_trainer(), method)
+    return getattr(getattr(model, method), "__func__", None) is own
+
+
+def has_keras_loss(model: Any) -> bool:
     """Return whether a model computes its loss as Keras does."""
     return type(model).compute_loss is keras_private.get(keras_private.TRAINER).compute_loss
 
@@ -59,7 +64,7 @@ def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     in_fit = call is not None and call.kind == "fit"
     if not in_fit or state.step_was_tried or this.batch != "global" or this.size == 1:
         return arguments
-    if is_keras_own(model) and _has_keras_loss(model):
+    if is_keras_own(model) and has_keras_loss(model):
         return arguments
     state.step_was_tried = True
     *rest, batches = arguments

@@ -27,6 +27,8 @@ class Step:
         in_lockstep: whether all ranks run as many of these steps, so that they may exchange something in each.
         count: samples in this rank's batch, a number or a scalar tensor; None if the data has no batch axis.
         total: samples of all ranks, once they were exchanged.
+        offset: of a virtual rank, what its random seeds are folded with, a number or a scalar tensor; None: of a rank.
+        part: the number of the virtual rank, where it is known.
         twin: whether one other rank with the same samples is imagined, instead of asking the others.
         order: of the exchanges inside of models in parts.
         uses: how often each kind of exchange was used so far.
@@ -37,6 +39,8 @@ class Step:
     in_lockstep: bool
     count: Any
     total: Any = None
+    offset: Any = None
+    part: int | None = None
     twin: bool = False
     order: Order = dataclasses.field(default_factory=Order)
     uses: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -84,6 +88,7 @@ class _Running(threading.local):
     building: bool = False
     trial: list[Any] | None = None
     writing_is_off: bool = False
+    summed: bool = False
 
 
 _running = _Running()
@@ -135,6 +140,16 @@ def trying() -> Iterator[list[Any]]:
     gradients: list[Any] = []
     with _with(trial=gradients):
         yield gradients
+
+
+def is_summed() -> bool:
+    """Return whether gradients that are applied are those of all virtual ranks."""
+    return _running.summed
+
+
+def summing() -> contextlib.AbstractContextManager[None]:
+    """Context in which gradients that are applied are those of all virtual ranks."""
+    return _with(summed=True)
 
 
 def without_writing() -> contextlib.AbstractContextManager[None]:

@@ -38,8 +38,10 @@ def install(job: Any, patcher: Any) -> None:
             if not _draws_by_rank():
                 return seed
             step = running.step()
+            if step is not None and step.offset is not None:
+                return seed ^ _like(seed, step.offset)
             rank = _rank(None if step is None else step.model)
-            return seed if rank == 0 else seed ^ _like(seed, _offset(rank))
+            return seed if rank == 0 else seed ^ _like(seed, offset(rank))
 
         return next_
 
@@ -48,8 +50,6 @@ def install(job: Any, patcher: Any) -> None:
 
 def share(team: Any) -> None:
     """Give all ranks the root's states of the generators that scripts draw from. Collective on all ranks."""
-    if team.size == 1:
-        return
     tensorflow = sys.modules.get("tensorflow")
     if team.rank == 0 and tensorflow is not None and _tensorflow_seed(tensorflow) is None:
         # Without a seed TensorFlow gives each process, and each `Dataset.shuffle`, an order of its own.
@@ -149,14 +149,17 @@ def of_rank(model: Any) -> Iterator[None]:
 
         streams = current.job().streams
         outside = torch.get_rng_state()
+        step = running.step()
+        own = "torch" if step is None or step.part is None else f"torch of part {step.part}"
+        began = own.replace("torch", "torch outside")
         # Whoever seeds PyTorch anew begins the streams of the ranks anew, too.
-        if "torch" not in streams or not torch.equal(streams["torch outside"], outside):
-            streams["torch"], streams["torch outside"] = _folded_torch(outside, rank), outside
-        torch.set_rng_state(streams["torch"])
+        if own not in streams or not torch.equal(streams[began], outside):
+            streams[own], streams[began] = _folded_torch(outside, rank), outside
+        torch.set_rng_state(streams[own])
         try:
             yield
         finally:
-            streams["torch"] = torch.get_rng_state()
+            streams[own] = torch.get_rng_state()
             torch.set_rng_state(outside)
     elif keras.backend.backend() == "tensorflow":
         import tensorflow as tf
@@ -164,7 +167,7 @@ def of_rank(model: Any) -> Iterator[None]:
         holder, name = keras_private.tensorflow_seed_holder(tf)
         outside = getattr(holder, name)
         if outside is not None:
-            setattr(holder, name, (outside ^ _offset(rank)) & 0x7FFFFFFF)
+            setattr(holder, name, (outside ^ offset(rank)) & 0x7FFFFFFF)
         try:
             yield
         finally:
@@ -183,7 +186,7 @@ def of_part() -> Iterator[None]:
 
     number = int(torch.randint(2**31, ()))
     outside = torch.get_rng_state()
-    torch.default_generator.manual_seed((number << 31) ^ _offset(current.job().group.rank + 1))
+    torch.default_generator.manual_seed((number << 31) ^ offset(current.job().group.rank + 1))
     try:
         yield
     finally:
@@ -195,7 +198,7 @@ def _folded_torch(state: Any, rank: int) -> Any:
 
     generator = torch.Generator()
     generator.set_state(state)
-    generator.manual_seed((int(torch.randint(2**31, (), generator=generator)) << 31) ^ _offset(rank + 1))
+    generator.manual_seed((int(torch.randint(2**31, (), generator=generator)) << 31) ^ offset(rank + 1))
     return generator.get_state()
 
 
@@ -206,6 +209,9 @@ def _tensorflow_seed(tensorflow: Any) -> int | None:
 
 def _rank(model: Any) -> int:
     """Whose numbers this rank draws: those of its replica; where it has a part of a tensor, its own."""
+    step = running.step()
+    if step is not None and step.part is not None:
+        return step.part
     team = current.job().teams[0] if model is None else current.team_of(model)
     return team.replicas + team.rank if team.parts > 1 and run.has_part() else team.replica
 
@@ -221,13 +227,15 @@ def _draws_by_rank() -> bool:
 
 
 @functools.cache
-def _offset(rank: int) -> int:
+def offset(rank: int) -> int:
     """A number for each rank, 0 for the first."""
     return 0 if rank == 0 else int(np.random.SeedSequence([0x6B657261, rank]).generate_state(1)[0]) & _MASK
 
 
-def _like(seed: Any, number: int) -> Any:
+def _like(seed: Any, number: Any) -> Any:
     """A number as what `seed ^` takes beside a tensor of seeds."""
+    if not isinstance(number, int):
+        return keras.ops.cast(number, seed.dtype)
     dtype = keras.backend.standardize_dtype(seed.dtype)
     if type(seed).__module__.startswith("torch"):
         return seed.new_tensor(number)

@@ -31,12 +31,14 @@ class Mode:
         in_lockstep: whether all ranks run as many steps, so that they may exchange something in each.
         may_be_empty: whether batches may be empty. Only TensorFlow does not know the size of a batch when it traces.
         rows: of a batch that stands for none.
+        virtual: whether this rank computes several parts of a batch in turn.
     """
 
     active: bool
     in_lockstep: bool
     may_be_empty: bool
     rows: int
+    virtual: bool = False
 
 
 PLAIN = Mode(False, False, False, 1)
@@ -55,6 +57,8 @@ def mode_of(kind: str, model: Any) -> Mode:
         return PLAIN
     shared_out = hasattr(adapter, "may_be_empty")
     rows = building.fixed_batch(model) or 1
+    if current.job().virtual is not None:
+        return Mode(True, True, True, rows, virtual=True)
     return Mode(True, kind == "train" or shared_out, bool(getattr(adapter, "may_be_empty", False)), rows)
 
 
@@ -109,7 +113,7 @@ def _jax_step(step: StepFunction, described: Callable[[Any], running.Step], rows
         count = batch_size(data)
         empty = isinstance(count, int) and count == 0
         with running.running_step(described(count)):
-            logs, new_state = step(state, _zeros(data, rows) if empty else data)
+            logs, new_state = step(state, zeros(data, rows) if empty else data)
         if not empty:
             return logs, new_state
         if len(state) == 3:  # test_step: trainable, non-trainable, metrics
@@ -132,7 +136,7 @@ def _torch_step(step: StepFunction, described: Callable[[Any], running.Step], ro
         variables = _own_state(this.model) if empty else []
         before = [keras.ops.copy(variable.value) for variable in variables]
         with running.running_step(this):
-            logs = step([_zeros(data, rows) if empty else data])
+            logs = step([zeros(data, rows) if empty else data])
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
         return logs
@@ -178,7 +182,7 @@ def _own_state(model: Any) -> list[Any]:
     return [*(v for v in model.non_trainable_variables if id(v) not in shared), *model.metrics_variables]
 
 
-def _zeros(data: Any, rows: int) -> Any:
+def zeros(data: Any, rows: int) -> Any:
     """Return so many samples of zeros in the place of data that have none."""
     return keras.tree.map_structure(lambda leaf: _zero_rows(leaf, rows), data)
 

@@ -12,6 +12,7 @@ import keras
 
 from keras_hpc.job import current, meter, trace
 from keras_hpc.keras_hooks import building, early_start, losses, own_steps, replicas, running, step
+from keras_hpc.keras_hooks.virtual import steps
 
 Method = Callable[..., Any]
 
@@ -32,6 +33,13 @@ def make_function(kind: str, original: Method) -> Method:
         if not mode.active:
             return original(self, force=force)
         _refuse_xla(self)
+        if mode.virtual:
+            original(self, force=force)
+            made = getattr(self, f"{kind}_function")
+            if made is not held or force:
+                made = steps.function_of(self, kind, made)
+                setattr(self, f"{kind}_function", _first_step(self, kind, made))
+            return None
         wrap = functools.partial(step.wrap, self, kind, mode)
         if keras.backend.backend() == "torch":  # whose functions look the step up whenever they run
             original(self, force=force)
@@ -71,12 +79,13 @@ def _first_step(model: Any, kind: str, function: Method) -> Method:
         if kind == "train":
             replicas.mark_statistics_local(owner)
         if hasattr(args[-1], "element_spec") and not replicas.was_synchronized(owner):
-            building.build(owner, args[-1].element_spec)
-            if kind == "train":
+            virtual = current.job().virtual is not None
+            building.build(owner, args[-1].element_spec, metrics=virtual)
+            if kind == "train" and not virtual:
                 building.trace(owner, owner.train_step, args[-1].element_spec)
             synchronize(owner)
         if kind == "train":
-            args = own_steps.check(owner, args)
+            args = own_steps.check(owner, args) if current.job().virtual is None else args
         with trace.step(f"{owner.name} {kind}"):
             results = function(*args)
         if kind == "train":
@@ -109,5 +118,5 @@ def synchronize(model: Any) -> None:
     """Give all ranks the root's variables of a model that is built, in the running call. Collective."""
     replicas.synchronize(model)
     call = running.call()
-    if call is not None and call.kind == "fit" and current.job().batch == "global" and current.job().size > 1:
+    if call is not None and call.kind == "fit" and current.job().batch == "global" and current.replicas() > 1:
         losses.find_sums(model, call.adapter)

@@ -24,7 +24,14 @@ def _average(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Averages the gradients of an optimizer that is about to step. Collective."""
     if running.trial() is not None:
         raise RuntimeError("A step cannot be tried that calls an optimizer of torch.optim.")
-    if not current.active() or current.job().size == 1:
+    if not current.active():
+        return
+    if current.job().virtual is not None:
+        raise ValueError(
+            "With init(virtual_ranks=) models are trained by `fit` with an optimizer of Keras so far. Received: "
+            f"{type(own).__name__} of torch.optim"
+        )
+    if current.job().size == 1:
         return
     if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:  # after `self`
         raise ValueError(

@@ -169,6 +169,9 @@ def average(team: Any, variables: Sequence[keras.Variable]) -> None:
     Sums are in float64, so that values that are equal already keep every bit. A variable whose `aggregation` is
     `"only_first_replica"`, and one that holds integers, takes the first rank's value.
     """
+    if (virtual := current.job().virtual) is not None:
+        virtual.states.average(team, variables)
+        return
     backend = backends.current()
     integers = [v for v in variables if not keras.backend.is_float_dtype(v.dtype)]
     floats = [v for v in variables if keras.backend.is_float_dtype(v.dtype)]
@@ -204,6 +207,11 @@ def check_same(team: Any, variables: Sequence[Any]) -> None:
                 "The models of the ranks differ. Every rank must build the same layers in order. Received: as "
                 f"variable {index}, {here[0]} on rank 0 of the team and {here[odd[0]]} on {', '.join(map(str, odd))}"
             )
+
+
+def standard_dtype(variable: Any) -> str:
+    """Return the name of a variable's dtype."""
+    return str(keras.backend.standardize_dtype(variable.dtype))
 
 
 def value_of(variable: Any) -> Any:

@@ -122,12 +122,18 @@ def skipped(iterator: Any, steps: Iterator[Any], position: dict[str, Any]) -> It
         iterator._current_iterator = iter(iterator._get_iterator())
         iterator._steps_seen = behind
         if not ours:
-            _drop(iterator._current_iterator, behind)
+            _drop(iterator._current_iterator, behind * _turns(iterator))
     for item in steps:
         if item[0] >= step:
             yield item
         elif not ours:
-            _drop(item[-1], iterator.steps_per_execution)
+            _drop(item[-1], iterator.steps_per_execution * _turns(iterator))
+
+
+def _turns(iterator: Any) -> int:
+    """How many batches this rank takes in a step: one, or one for each of its virtual ranks."""
+    turns: int = getattr(iterator.data_adapter, "turns", 1)
+    return turns
 
 
 def _drop(batches: Iterator[Any], count: int) -> None:

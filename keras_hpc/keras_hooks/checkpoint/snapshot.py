@@ -24,6 +24,7 @@ from keras_hpc.job import current
 from keras_hpc.job.plan import bytes_of, dtype_of
 from keras_hpc.keras_hooks import delayed, seeds, variables
 from keras_hpc.keras_hooks.checkpoint import tensors
+from keras_hpc.keras_hooks.variables import standard_dtype
 
 # Kinds of what a rank has of its own.
 _RANDOM, _SEED, _METRIC, _STATE = "random", "seed", "metric", "state"
@@ -253,11 +254,6 @@ def share_object(team: Any, value: Any) -> Any:
     """Return what the team's first rank passes, which JSON can hold. Collective."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8).copy() if team.rank == 0 else None
     return json.loads(share(team, text).tobytes())
-
-
-def standard_dtype(variable: Any) -> str:
-    """Return the name of a variable's dtype."""
-    return str(keras.backend.standardize_dtype(variable.dtype))
 
 
 def _merged(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> np.ndarray:

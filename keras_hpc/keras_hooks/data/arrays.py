@@ -47,6 +47,7 @@ class ShardedArrays(DataAdapter):  # type: ignore[misc, valid-type]
         self.seed = 0
         self.passes = Passes()
         self.step_size = batch
+        self.turns = shard.turns
         self.may_be_empty = self.partition.may_be_empty
         self.fingerprint = [
             "arrays",
@@ -81,8 +82,9 @@ class ShardedArrays(DataAdapter):  # type: ignore[misc, valid-type]
         columns = _to_sliceable(self._inputs, target_backend=target)
         epoch, first = self.passes.begin()
         order = self._order(epoch) if self.shuffle else None
-        for step in range(first, self.partition.steps):
-            rows: Any = slice(*self.partition.bounds(step))
+        turns = (bounds for step in range(first, self.partition.steps) for bounds in self.partition.turns(step))
+        for bounds in turns:
+            rows: Any = slice(*bounds)
             rows = rows if order is None else order[rows]
             yield tree.map_structure(lambda c: None if c is None else getattr(c, convert)(c[rows]), columns)  # noqa: B023
             # Only now: Keras may look at the first batch of a pass that it then drops, to build the model, and whether
@@ -120,8 +122,19 @@ class ShardedArrays(DataAdapter):  # type: ignore[misc, valid-type]
                 batches = batches.concatenate(tf.data.Dataset.from_tensors(tf.ensure_shape(tail, [None])))
             return batches
 
-        orders = tf.data.Dataset.range(1).map(lambda _: tf.numpy_function(indices, [], [tf.int64, tf.int64]))
-        dataset = orders.flat_map(steps).map(take)
+        def turns() -> tuple[np.ndarray, np.ndarray]:
+            epoch, first = self.passes.begin()
+            self.passes.next = epoch + 1
+            bounds = [b for step in range(first, self.partition.steps) for b in self.partition.turns(step)]
+            return self._order(epoch), np.array(bounds, np.int64).reshape(-1, 2)
+
+        def cut(order: Any, bounds: Any) -> Any:
+            bounds = tf.data.Dataset.from_tensor_slices(tf.ensure_shape(bounds, [None, 2]))
+            return bounds.map(lambda b: tf.ensure_shape(order, [None])[b[0] : b[1]])
+
+        asked, made = (turns, cut) if self.partition.shard.turns > 1 else (indices, steps)
+        orders = tf.data.Dataset.range(1).map(lambda _: tf.numpy_function(asked, [], [tf.int64, tf.int64]))
+        dataset = orders.flat_map(made).map(take)
         options = tf.data.Options()
         # Nor is there anything to tune, and the thread that would can delay each pass by 0.3 s on a rank with one core.
         options.autotune.enabled = False

@@ -8,7 +8,6 @@ into *global batches*, one for each step, and every global batch into one contig
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -26,12 +25,22 @@ class Shard:
         size: number of processes.
         batch: `"local"` if a batch size means each rank's own batch, `"global"` if it means the batch of all ranks.
         fixed: rows of a batch of the only size that the model takes; None: any.
+        turns: how many neighbouring ones, beginning with `rank`, this process stands for: it gets their batches of a
+            step in turn.
     """
 
     rank: int
     size: int
     batch: str = "local"
     fixed: int | None = None
+    turns: int = 1
+
+    @property
+    def each(self) -> list[Shard]:
+        """Those that this process stands for, one by one."""
+        if self.turns == 1:
+            return [self]
+        return [dataclasses.replace(self, rank=self.rank + turn, turns=1) for turn in range(self.turns)]
 
     def part(self, count: int) -> tuple[int, int]:
         """Return `(start, stop)` of this rank's part of `count` rows.
@@ -108,15 +117,20 @@ class Partition:
     def may_be_empty(self) -> bool:
         """Whether some rank has a step without any sample. The same on every rank."""
         smallest = self.samples % self.global_batch or min(self.samples, self.global_batch)
-        last = dataclasses.replace(self.shard, rank=self.shard.size - 1)
+        last = dataclasses.replace(self.shard, rank=self.shard.size - 1, turns=1)
         first, end = last.part(smallest)
         return first == end
 
     def bounds(self, step: int) -> tuple[int, int]:
         """Return `(start, stop)` in the order of the samples that this rank sees in `step`."""
+        ((start, stop),) = self.turns(step)
+        return start, stop
+
+    def turns(self, step: int) -> list[tuple[int, int]]:
+        """The same for each rank that this process stands for."""
         offset = step * self.global_batch
-        start, stop = self.shard.part(min(self.global_batch, self.samples - offset))
-        return offset + start, offset + stop
+        parts = [one.part(min(self.global_batch, self.samples - offset)) for one in self.shard.each]
+        return [(offset + start, offset + stop) for start, stop in parts]
 
     def mine(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return this rank's entries of `order`: shape `(full_steps, part)`, and those of the last, smaller step."""
@@ -149,6 +163,8 @@ class Partition:
 def deal(batches: Iterable[T], empty_like: Callable[[T], T], shard: Shard) -> Iterator[T]:
     """Deals ready-made batches to ranks: step s takes the next `size` of them, and rank r the r-th of these.
 
+    A process that stands for several ranks gets theirs one after the other.
+
     In a last step that is short of batches the ranks left without one get an empty batch, so that all run the same
     number of steps.
 
@@ -157,11 +173,13 @@ def deal(batches: Iterable[T], empty_like: Callable[[T], T], shard: Shard) -> It
         empty_like: makes an empty batch from a batch.
         shard: where this rank stands.
     """
-    # A rank goes without a batch only if some rank before it got the last one: `rank` empty ones behind the batches
-    # are enough, and never make a step of their own.
     sample: T | None = None
-    for number, batch in enumerate(itertools.chain(batches, itertools.repeat(None, shard.rank))):
-        if batch is not None:
-            sample = batch
-        if number % shard.size == shard.rank and sample is not None:
-            yield empty_like(sample) if batch is None else batch
+    turn = 0
+    mine = range(shard.rank, shard.rank + shard.turns)
+    for sample in batches:
+        if turn in mine:
+            yield sample
+        turn = (turn + 1) % shard.size
+    if sample is not None and turn > 0:
+        for _ in range(max(turn, mine.start), mine.stop):
+            yield empty_like(sample)

@@ -21,7 +21,7 @@ PyDatasetAdapter = keras_private.adapter("py_dataset_adapter:PyDatasetAdapter")
 
 
 class _Pass(keras.utils.PyDataset):  # type: ignore[misc]
-    """This rank's batches of one pass, by step. Worker processes get a copy.
+    """This rank's batches of one pass, by step, and of a step by turn. Worker processes get a copy.
 
     Args:
         source: the user's data set.
@@ -43,15 +43,16 @@ class _Pass(keras.utils.PyDataset):  # type: ignore[misc]
     @property
     def num_batches(self) -> int | None:
         batches = self.source.num_batches
-        return None if batches is None else self.shard.steps(batches) - self.first
+        return None if batches is None else (self.shard.steps(batches) - self.first) * self.shard.turns
 
-    def __getitem__(self, step: int) -> Any:
+    def __getitem__(self, index: int) -> Any:
+        step, turn = divmod(index, self.shard.turns)
         step += self.first
         if isinstance(self.source, Dataset):
             return self._of_files(self.source, step)
         if self.shard.batch == "global":
-            return rows.mine(self._batch(step), self.shard)
-        number = step * self.shard.size + self.shard.rank
+            return rows.mine(self._batch(step), self.shard.each[turn])
+        number = step * self.shard.size + self.shard.rank + turn
         if self.source.num_batches is None or number < self.source.num_batches:
             return self._batch(number)
         # No batch left for this rank: one more is read for its shape, while the other ranks read theirs.
@@ -98,6 +99,7 @@ class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc, valid-type]
         self.seed = 0
         self.passes = Passes()
         self.step_size = shard.steps_apart
+        self.turns = shard.turns
         dealt_evenly = batches is None or batches % shard.size == 0
         self.may_be_empty = shard.size > 1 and (shard.batch == "global" or not dealt_evenly)
         self.fingerprint = ["PyDataset", batches, str(shuffle), type(source).__name__]
@@ -113,6 +115,12 @@ class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc, valid-type]
         """Return a digest of the first batch, to find out whether ranks hold the same data."""
         source = self.py_dataset.source
         return digest(source.rows(0, 0, 1) if isinstance(source, Dataset) else source[0])
+
+    @property
+    def num_batches(self) -> int | None:
+        """Steps in a pass; None: it is endless."""
+        batches = self.py_dataset.num_batches
+        return None if batches is None else batches // self.turns
 
     def on_epoch_begin(self) -> None:
         """Keras calls it. A data set that draws its order does so from the same random numbers on all ranks."""

@@ -42,7 +42,12 @@ def adapter_for(job: Job, team: Team, call: running.Call, arguments: dict[str, A
     Raises:
         ValueError: on every rank, if the data cannot be shared out, or differ between ranks in `fit`.
     """
-    shard = Shard(team.replica, team.replicas, job.batch, building.fixed_batch(call.model))
+    fixed = building.fixed_batch(call.model)
+    if job.virtual is None:
+        shard = Shard(team.replica, team.replicas, job.batch, fixed)
+    else:
+        parts = job.virtual.mine
+        shard = Shard(parts.start, job.virtual.count, job.batch, fixed, len(parts))
     what = f"the data of Model.{call.kind}()"
     # Ranks whose data are refused must not leave the others waiting: they tell them why.
     try:
@@ -138,6 +143,11 @@ def _batches_of(shard: Shard, team: Team, x: Any, class_weight: Any, shuffle: bo
     if _is_torch_dataloader(x):
         from keras_hpc.keras_hooks.data.torch_loaders import ShardedDataLoader, reads_its_own_part
 
+        if reads_its_own_part(x) and shard.turns > 1:
+            raise ValueError(
+                "With init(virtual_ranks=) data are shared out among virtual ranks. Expected a DataLoader of all data. "
+                "Received: one with a DistributedSampler"
+            )
         return None if reads_its_own_part(x) else lambda: ShardedDataLoader(shard, x)
     if shard.size == 1:
         return None

@@ -49,7 +49,7 @@ class _Batches:
             self._rest = None
         if self._shard.batch == "local":
             return deal(stream, rows.empty_like, self._shard)
-        return (rows.mine(batch, self._shard) for batch in stream)
+        return (rows.mine(batch, one) for batch in stream for one in self._shard.each)
 
 
 class ShardedStream(_KerasAdapter):  # type: ignore[misc, valid-type]
@@ -65,6 +65,7 @@ class ShardedStream(_KerasAdapter):  # type: ignore[misc, valid-type]
         super().__init__(iter(self._batches.first))
         self.generator = self._batches.begin
         self.step_size = shard.steps_apart
+        self.turns = shard.turns
         self.fingerprint = [kind]
 
     @property

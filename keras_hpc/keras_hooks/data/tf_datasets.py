@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc, valid-type]
         super().__init__(part_of(dataset, shard), class_weight=class_weight)
         self.shard = shard
         self.step_size = shard.steps_apart
+        self.turns = shard.turns
+        self._steps = shard.steps(cardinality) if cardinality > 0 else None
         # A known number of batches (-1: endless, -2: unknown) tells whether the last step has one for every rank.
         self.may_be_empty = (
             shard.batch == "global" or cardinality == -2 or (cardinality > 0 and cardinality % shard.size > 0)
@@ -43,6 +46,12 @@ class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc, valid-type]
         steps = "unknown" if self.num_batches is None else self.num_batches
         return f"tf.data.Dataset, {self._batches} batches, {how}, steps an epoch: {steps}"
 
+    @property
+    def num_batches(self) -> int | None:
+        """Steps in a pass; None: nobody knows."""
+        batches: int | None = super().num_batches if self.turns == 1 else self._steps
+        return batches
+
     def content(self) -> str:
         """Return a digest of the tensors and seeds in the pipeline, to find out whether ranks hold the same data."""
         return self._content
@@ -52,6 +61,8 @@ def part_of(dataset: Any, shard: Shard) -> Any:
     """Return this rank's part of `dataset`; ranks get the same number of batches, some of which may have no rows."""
     import tensorflow as tf
 
+    if shard.turns > 1:
+        return _in_turns(dataset, shard)
     if shard.batch == "global":
         structured = isinstance(dataset.element_spec, tuple)
         return dataset.map(
@@ -63,6 +74,34 @@ def part_of(dataset: Any, shard: Shard) -> Any:
         empty = tf.data.Dataset.range(shard.rank).map(lambda _: tf.nest.map_structure(_empty, dataset.element_spec))
         dataset = dataset.concatenate(empty)
     return dataset.shard(shard.size, shard.rank)
+
+
+def _in_turns(dataset: Any, shard: Shard) -> Any:
+    """Return the parts of several neighbouring ranks, of each step one after the other: the pipeline runs once."""
+    import tensorflow as tf
+
+    structured = isinstance(dataset.element_spec, tuple)
+    if shard.batch == "global":
+
+        def cut(*element: Any) -> Any:
+            parts = [_part(element if structured else element[0], one) for one in shard.each]
+            made = [tf.data.Dataset.from_tensors(part) for part in parts]
+            return functools.reduce(lambda before, after: before.concatenate(after), made)
+
+        return dataset.flat_map(cut).prefetch(tf.data.AUTOTUNE)
+    cardinality = int(dataset.cardinality())
+    if cardinality == tf.data.UNKNOWN_CARDINALITY:
+        raise ValueError(
+            "With init(virtual_ranks=) the number of batches must be known, as the last step may be short of some. "
+            "Expected `dataset.apply(tf.data.experimental.assert_cardinality(n))`. Received: a tf.data.Dataset of "
+            "unknown length"
+        )
+    if cardinality > 0 and cardinality % shard.size:
+        missing = tf.data.Dataset.range(-cardinality % shard.size)
+        dataset = dataset.concatenate(missing.map(lambda _: tf.nest.map_structure(_empty, dataset.element_spec)))
+    first, end = shard.rank, shard.rank + shard.turns
+    numbered = dataset.enumerate().filter(lambda i, _: (i % shard.size >= first) & (i % shard.size < end))
+    return numbered.map(lambda _, element: element)
 
 
 def shuffles_without_seed(dataset: Any) -> bool:

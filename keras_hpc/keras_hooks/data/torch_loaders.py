@@ -34,6 +34,7 @@ class ShardedDataLoader(TorchDataLoaderAdapter):  # type: ignore[misc, valid-typ
         self.shard = shard
         self.passes = self._dataloader.passes
         self.step_size = shard.steps_apart
+        self.turns = shard.turns
         self._batches = batches
         dealt_evenly = batches is not None and batches % shard.size == 0
         self.may_be_empty = shard.size > 1 and (shard.batch == "global" or not dealt_evenly)
@@ -93,7 +94,9 @@ class _Part:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed((self.seed + epoch) % 2**63)
             streams = self.loader.batch_sampler is None or isinstance(self.loader.dataset, IterableDataset)
-            batches = itertools.islice(self._stream(), begin, None) if streams else self._chosen(begin)
+            batches = (
+                itertools.islice(self._stream(), begin * self.shard.turns, None) if streams else self._chosen(begin)
+            )
             first = next(batches, None)
         while first is not None:
             yield first
@@ -104,7 +107,7 @@ class _Part:
         """An iterable data set, or one without batches of its own: every rank reads all and keeps its part."""
         if self.shard.batch == "local":
             return deal(self.loader, rows.empty_like, self.shard)
-        return (rows.mine(batch, self.shard) for batch in self.loader)
+        return (rows.mine(batch, one) for batch in self.loader for one in self.shard.each)
 
     def _chosen(self, begin: int) -> Iterator[Any]:
         """An indexable data set: the rank loads its own samples only, from the step `begin` on."""
@@ -113,7 +116,7 @@ class _Part:
         if shard.batch == "local":
             indices = list(deal(chosen, lambda _: [], shard))
         else:
-            indices = [batch[slice(*shard.part(len(batch)))] for batch in chosen]
+            indices = [batch[slice(*one.part(len(batch)))] for batch in chosen for one in shard.each]
         indices = indices[begin:]
         loaded = iter(_with_indices(loader, [batch for batch in indices if batch]))
         empty = None

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of virtual ranks: this rank's parts in turn, the sum of all parts' gradients in a fixed order, one update."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_hpc import backends
+from keras_hpc.job import current
+from keras_hpc.job.plan import dtype_of
+from keras_hpc.job.virtual import TreeSum, Virtual, allreduce
+from keras_hpc.keras_hooks import building, own_steps
+from keras_hpc.keras_hooks.step import zeros
+from keras_hpc.keras_hooks.variables import seed_generators, standard_dtype
+from keras_hpc.keras_hooks.virtual import programs
+
+
+def function_of(model: Any, kind: str, made: Any) -> Callable[..., Any]:
+    """Return the train or test function of a model.
+
+    Args:
+        model: the model, which need not be built.
+        kind: "train" or "test".
+        made: what Keras has made.
+
+    Raises:
+        ValueError: it trains in a way that parts cannot.
+    """
+    check(model, kind)
+    reference = weakref.ref(model)  # which holds the function
+    key = f"{current.job().known.key_of(model, 'model')}/{kind}"
+    held: list[tuple[Any, Any]] = []
+
+    def run(*arguments: Any) -> Any:
+        owner: Any = reference()
+        *rest, source = arguments
+        batches = _batches(source, len(_virtual().mine))
+        if not held:
+            update = programs.update(owner) if kind == "train" else None
+            held.append((programs.of_part(owner, kind, key, made), update))
+        return _run(owner, rest[0] if rest else None, batches, *held[0])
+
+    return run
+
+
+def check(model: Any, kind: str) -> None:
+    """Raise ValueError where a model trains in a way that parts cannot."""
+    said = f"With init(virtual_ranks=) model `{model.name}` "
+    step = getattr(model, f"{kind}_step")
+    if not own_steps.has_own(model, f"{kind}_step"):
+        raise ValueError(f"{said}trains by `fit` with Keras' own {kind}_step so far. Received: {step!r}")
+    if not own_steps.has_keras_loss(model) and current.job().batch == "global":
+        raise ValueError(
+            f'{said}and batch="global" has a loss of keras.losses, as nobody knows whether one of its own is a mean. '
+            "Received: a compute_loss() of its own"
+        )
+    if model.steps_per_execution != 1:
+        raise ValueError(f"{said}runs one step at a time. Received: steps_per_execution={model.steps_per_execution}")
+    extremes = [v.path for v in model.trainable_variables if getattr(v, "overwrite_with_gradient", False)]
+    if extremes:
+        raise ValueError(f"{said}has no float8 scales so far. Received: {extremes[0]}")
+
+
+def _virtual() -> Virtual:
+    virtual = current.job().virtual
+    assert virtual is not None  # noqa: S101
+    return virtual
+
+
+def _batches(source: Any, count: int) -> list[Any]:
+    """Return the batches of this rank's parts in one step."""
+    batches = source if isinstance(source, list) else list(itertools.islice(_stream(source), count))
+    if len(batches) not in (0, count):
+        raise RuntimeError(f"Expected {count} batches, one for each part of this rank. Received: {len(batches)}")
+    if not batches:
+        raise StopIteration
+    return batches
+
+
+def _stream(source: Any) -> Iterator[Any]:
+    if keras.backend.backend() != "tensorflow":
+        return iter(source)
+    import tensorflow as tf
+
+    optional = tf.experimental.Optional
+    plain = lambda batch: keras.tree.map_structure(lambda x: None if isinstance(x, optional) else x, batch)  # noqa: E731
+    return map(plain, source)
+
+
+def _run(model: Any, state: Any, batches: list[Any], part_of: programs.Program, update: Any) -> Any:
+    virtual, team = _virtual(), current.team_of(model)
+    counts = list(map(_count, batches))
+    total = np.array([sum(counts)], np.int64)
+    team.allreduce(total, op="sum", what="the samples of all virtual ranks")
+    own = programs.own_variables(model)
+    seeds = {id(generator.state) for generator in seed_generators(model)}
+    at_first = _values(model, state, own)
+    gradients = _Gradients(virtual, int(total[0]), model.trainable_variables)
+    logs: Any = None
+    values = at_first
+    for part, batch, count in zip(virtual.mine, batches, counts, strict=True):
+        before = [virtual.states.get(part, v, value) for v, value in zip(own, at_first, strict=True)]
+        data = batch if count else zeros(batch, building.fixed_batch(model) or 1)
+        found, new_logs, values = part_of(state, data, part, int(total[0]), before)
+        logs = new_logs if count or logs is None else logs
+        if count == 0:  # what zeros have done is forgotten, but not how far the seeds have come
+            values = [new if id(v) in seeds else old for v, new, old in zip(own, values, before, strict=True)]
+        mine = [(v, value) for v, value in zip(own, values, strict=True) if id(v) not in seeds]
+        virtual.states.put(part, [v for v, _ in mine], [value for _, value in mine])
+        if update is not None:
+            gradients.add(part, found, count)
+    state = _with_values(model, state, own, values)
+    if update is not None:
+        state = update(state, gradients.mean(team))
+    return logs if state is None else (logs, state)
+
+
+def _count(batch: Any) -> int:
+    leaf = next((leaf for leaf in keras.tree.flatten(batch) if leaf is not None), None)
+    if leaf is None or len(leaf.shape) == 0:
+        raise ValueError(f"With init(virtual_ranks=) data have samples. Expected an axis of them. Received: {batch!r}")
+    return int(leaf.shape[0])
+
+
+def _values(model: Any, state: Any, own: Sequence[Any]) -> list[Any]:
+    """Return the values of all parts of the variables that each part may have its own values of."""
+    if state is not None:
+        return [*state[1], *state[-1]]
+    return [keras.ops.copy(variable.value) for variable in own]
+
+
+def _with_values(model: Any, state: Any, own: Sequence[Any], values: Sequence[Any]) -> Any:
+    """Let the model have the state of a part: JAX's is handed on."""
+    if state is None:
+        for variable, value in zip(own, values, strict=True):
+            variable.assign(value)
+        return None
+    statistics = len(model.non_trainable_variables)
+    return (state[0], list(values[:statistics]), *state[2:-1], list(values[statistics:]))
+
+
+class _Gradients:
+    """The mean of all parts' gradients, weighted by their samples.
+
+    Sums of 16-bit types are in float32. Behind them travels for each gradient how many parts have it: one that no part
+    has is none.
+
+    Args:
+        virtual: the parts.
+        total: samples of all parts.
+        variables: whose gradients they are.
+    """
+
+    def __init__(self, virtual: Virtual, total: int, variables: Sequence[Any]) -> None:
+        self._virtual, self._total = virtual, total
+        self._variables = variables
+        self._sparse: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}  # rows and values of each part
+        self._places: dict[str, list[tuple[int, int, int]]] = {}  # by dtype: variables, and where their gradients are
+        self._sizes: dict[str, int] = {}
+        self._sums: dict[str, TreeSum] = {}
+
+    def _begin(self, gradients: Sequence[Any]) -> None:
+        self._sparse = {i: [] for i, gradient in enumerate(gradients) if hasattr(gradient, "dense_shape")}
+        self._places, self._sizes = {"float32": []}, {"float32": 0}
+        for index, variable in enumerate(self._variables):
+            if index in self._sparse:
+                continue
+            dtype = "float64" if standard_dtype(variable) == "float64" else "float32"
+            start = self._sizes.get(dtype, 0)
+            self._sizes[dtype] = start + int(np.prod(variable.shape))
+            self._places.setdefault(dtype, []).append((index, start, self._sizes[dtype]))
+        self._sizes["float32"] += len(self._variables)
+        self._sums = {dtype: TreeSum(self._virtual.count) for dtype in self._sizes}
+
+    def add(self, part: int, gradients: Sequence[Any], count: int) -> None:
+        """Add a part's gradients. In the order of the parts."""
+        if not self._sums:
+            self._begin(gradients)
+        view = backends.current().view
+        weight = count / self._total
+        for dtype, fold in self._sums.items():
+            flat = fold.empty(self._sizes[dtype], dtype)
+            for index, start, end in self._places[dtype]:
+                if count == 0 or gradients[index] is None:
+                    flat[start:end] = 0
+                else:
+                    array = view(gradients[index]).reshape(-1).astype(dtype, copy=False)
+                    np.multiply(array, np.dtype(dtype).type(weight), out=flat[start:end])
+            if dtype == "float32":
+                flat[-len(self._variables) :] = [count > 0 and gradient is not None for gradient in gradients]
+            fold.add(part, part + 1, flat)
+        for index, found in self._sparse.items():
+            rows, values = view(gradients[index].indices), view(gradients[index].values)
+            kept = len(rows) if count else 0
+            found.append((rows[:kept].copy(), values[:kept] * values.dtype.type(weight)))
+
+    def mean(self, team: Any) -> list[Any]:
+        """Return the means, as the backend's tensors. Collective."""
+        from_numpy, torch = backends.current().from_numpy, keras.backend.backend() == "torch"
+        result: list[Any] = [None] * len(self._variables)
+        flats = {dtype: allreduce(self._virtual, team, fold.sums) for dtype, fold in self._sums.items()}
+        there = flats["float32"][-len(self._variables) :]
+        for dtype, flat in flats.items():
+            for index, start, end in self._places[dtype]:
+                if there[index]:
+                    variable = self._variables[index]
+                    array = flat[start:end].reshape(tuple(variable.shape))
+                    array = array.astype(dtype_of(standard_dtype(variable)), copy=False)
+                    # PyTorch's would lie where it is in the sum; kernels may add up otherwise where it is not aligned.
+                    result[index] = from_numpy(array, variable.value).clone() if torch else from_numpy(array, None)
+        for index, found in self._sparse.items():
+            result[index] = self._gathered(team, self._variables[index], found)
+        return result
+
+    def _gathered(self, team: Any, variable: Any, found: list[tuple[np.ndarray, np.ndarray]]) -> Any:
+        """Return a sparse gradient with the rows of all parts, in their order."""
+        import tensorflow as tf
+
+        rows, values = (np.concatenate([part[which] for part in found]) for which in (0, 1))
+        if team.size > 1:
+            rows, values = (team.allgather(a, "sparse gradients of virtual ranks") for a in (rows, values))
+        return tf.IndexedSlices(tf.constant(values), tf.constant(rows), tf.constant(list(variable.shape), tf.int64))
