@@ -24,6 +24,7 @@ def share_cores(
     ranks_of_node: int,
     communication_threads: int,
     limit: Callable[[int], tuple[list[str], list[str]]],
+    virtual_ranks: int | None = None,
 ) -> str:
     """Limits this rank's compute threads to its share of the cores, where the user has not set them.
 
@@ -32,11 +33,15 @@ def share_cores(
         ranks_of_node: number of ranks on this node.
         communication_threads: threads of this rank that communicate; they come off its share.
         limit: the backend's `limit_threads`.
+        virtual_ranks: share the cores among so many instead: the number of threads can change bits, so it must not
+            depend on the number of ranks.
 
     Returns:
         What was set, and what could not be, as one line.
     """
     share = max(1, cores_of_node // ranks_of_node - communication_threads)
+    if virtual_ranks is not None:
+        share = max(1, cores_of_node // virtual_ranks)
     done, failed = limit(share)
     if _OMP not in os.environ:
         os.environ[_OMP] = str(share)

@@ -39,6 +39,7 @@ from keras_hpc.keras_hooks import (
 )
 from keras_hpc.keras_hooks.checkpoint.session import Session
 from keras_hpc.keras_hooks.data import predicting, sharding
+from keras_hpc.keras_hooks.virtual import guards
 
 Method = Callable[..., Any]
 
@@ -60,7 +61,7 @@ def install(job: Any, patcher: Any) -> None:
     patcher.patch(iterator, "__init__", _open_data)
     patcher.patch(iterator, "_enumerate_iterator", _steps_of_epoch)
     if job.virtual is not None and keras.backend.backend() == "torch":  # others hand the iterator to the step
-        patcher.patch(iterator, "__next__", _batches_of_step)
+        patcher.patch(iterator, "__next__", guards.batches_of_step)
     patcher.patch(callbacks, "on_train_begin", _on_train_begin)
     patcher.patch(callbacks, "on_train_batch_end", _on_train_batch_end)
     patcher.patch(callbacks, "on_epoch_end", _on_epoch_end)
@@ -107,7 +108,7 @@ def _fit(original: Method) -> Method:
                     "With init(spatial=) there is no Checkpoint yet. Received: a Checkpoint in `callbacks`"
                 )
             if call.active:
-                _forget_parts()
+                guards.forget()
                 root_only.drop(self, bound.arguments)
                 current.team_of(self).retire(current.job().known.gone)
             if session is not None:
@@ -144,7 +145,7 @@ def _evaluate(original: Method) -> Method:
             delayed.drain(self)
             replicas.average_statistics(self)
             if not validates:
-                _forget_parts()
+                guards.forget()
                 replicas.agree(self, "evaluate")
             result = original(*bound.args, **bound.kwargs)
             if not validates:
@@ -152,13 +153,6 @@ def _evaluate(original: Method) -> Method:
             return result
 
     return evaluate
-
-
-def _forget_parts() -> None:
-    """Of virtual ranks: whatever a training that failed has left, a new one begins with the values of variables."""
-    virtual = current.job().virtual
-    if virtual is not None:
-        virtual.states.clear()
 
 
 def _predict(original: Method) -> Method:
@@ -190,7 +184,7 @@ def _train_on_batch(original: Method) -> Method:
         with running.running_call(running.Call("train_on_batch", self, current.active())):
             if not current.active():
                 return original(self, *args, **kwargs)
-            _refuse_batches("train_on_batch")
+            guards.refuse_batches("train_on_batch")
             # compile(), load_weights() and broadcast() make it so, on all ranks: to ask each time would make ranks wait
             # for each other at the beginning of every step, and undo what pipelined teams gain.
             if self.train_function is None or not replicas.was_synchronized(self):
@@ -204,14 +198,6 @@ def _train_on_batch(original: Method) -> Method:
             return result
 
     return train_on_batch
-
-
-def _refuse_batches(name: str) -> None:
-    if current.job().virtual is not None:
-        raise ValueError(
-            "With init(virtual_ranks=) a batch is that of all virtual ranks, which `fit` and `evaluate` cut. Received: "
-            f"{name}"
-        )
 
 
 def _batch_of(signature: inspect.Signature, model: Any, args: Any, kwargs: Any) -> Any:
@@ -230,7 +216,7 @@ def _test_on_batch(original: Method) -> Method:
     def test_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         with running.running_call(running.Call("test_on_batch", self, current.active())):
             if current.active():
-                _refuse_batches("test_on_batch")
+                guards.refuse_batches("test_on_batch")
                 parts.check_same_samples(self, _batch_of(signature, self, args, kwargs))
             return original(self, *args, **kwargs)
 
@@ -285,20 +271,6 @@ def _steps_of_epoch(original: Method) -> Method:
         return steps if session is None else session.steps_of(self, steps)
 
     return _enumerate_iterator
-
-
-def _batches_of_step(original: Method) -> Method:
-    @functools.wraps(original)
-    def __next__(self: Any) -> Any:
-        turns = getattr(self.data_adapter, "turns", 1)
-        if turns == 1:
-            return original(self)
-        first, last, iterator = next(self._epoch_iterator)
-        with self.catch_stop_iteration():
-            return first, last, [next(iterator) for _ in range(turns)]
-        raise StopIteration
-
-    return __next__
 
 
 # ---- callbacks

@@ -25,6 +25,7 @@ from keras_hpc.job import current, log
 from keras_hpc.job.plan import TensorSpec
 from keras_hpc.keras_hooks import delayed, keras_private, replicas, running
 from keras_hpc.keras_hooks import variables as model_variables
+from keras_hpc.keras_hooks.virtual import guards
 
 
 class _Applying(threading.local):
@@ -94,7 +95,7 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         if current.job().virtual is not None:
             if not running.is_summed():
-                _refuse_loops()
+                guards.refuse_loops()
             return original(self, *args, **kwargs)
         inside = _applying.optimizer is not None
         pipelined = current.team_of(_applying.optimizer or self).schedule.pipelined
@@ -129,13 +130,6 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     # Dynamo would trace into the engine's Python.
     return backends.current().uncompiled(wrapper) if keras.backend.backend() == "torch" else wrapper
-
-
-def _refuse_loops() -> None:
-    raise RuntimeError(
-        "With init(virtual_ranks=) models are trained by `fit` so far, which knows the samples of all virtual ranks. "
-        "Received: a training loop or train_on_batch. Use keras_hpc.init() without virtual_ranks"
-    )
 
 
 def _reduces_in_deferral(optimizer: Any, pipelined: bool) -> bool:

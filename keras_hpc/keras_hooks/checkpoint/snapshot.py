@@ -22,14 +22,12 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import bytes_of, dtype_of
-from keras_hpc.keras_hooks import delayed, seeds, variables
-from keras_hpc.keras_hooks.checkpoint import tensors
+from keras_hpc.keras_hooks import delayed, variables
+from keras_hpc.keras_hooks.checkpoint import random_states, tensors
 from keras_hpc.keras_hooks.variables import standard_dtype
 
-# Kinds of what a rank has of its own.
-_RANDOM, _SEED, _METRIC, _STATE = "random", "seed", "metric", "state"
-# This rank's streams of random numbers inside of steps, with the names under which they are saved.
-_STREAMS = {"torch": "torch of steps", "torch outside": "torch when they began"}
+# Kinds of what a rank has of its own. Of virtual ranks, a row for each of all.
+_RANDOM, _SEED, _METRIC, _STATE, _PARTS = "random", "seed", "metric", "state", "parts"
 _DIGEST_BYTES = 32
 _PIECE_BYTES = 64 << 20  # larger variables are cut by rows, so that ranks can share them
 _ALIGNMENT = 64
@@ -75,7 +73,8 @@ class Memory:
 def nbytes(trained: Trained) -> int:
     """Return about how many bytes a checkpoint takes."""
     own = sum(map(_size_of, (variable for _, variable in _own_variables(trained))))
-    ranks: int = trained.team.size
+    virtual = current.job().virtual
+    ranks: int = trained.team.size if virtual is None else virtual.count
     return sum(map(_size_of, _common_variables(trained))) + own * ranks + 8192
 
 
@@ -111,8 +110,10 @@ def take(trained: Trained, shared: bool, memory: Memory) -> tuple[dict[str, Any]
         arrays |= {f"late{i}_{j}": bytes_of(a) for i, (*_, averages) in enumerate(late) for j, a in enumerate(averages)}
     if shared or team.rank == 0:
         arrays |= memory.copies(dict(_views(common, team.rank, team.size if shared else 1)))
+    virtual = current.job().virtual
     return {
         "ranks": team.size,
+        "virtual_ranks": None if virtual is None else virtual.count,
         "backend": keras.backend.backend(),
         "variables": [_described(variable) for variable in common],
         "own": [[name, kind, array.dtype.name, list(array.shape)] for name, kind, array in own],
@@ -167,9 +168,20 @@ def check(trained: Trained, facts: dict[str, Any]) -> None:
             f"The checkpoint was made with another backend of Keras. Expected {facts['backend']!r}. Received: "
             f"{keras.backend.backend()!r}"
         )
+    virtual = current.job().virtual
+    here = None if virtual is None else virtual.count
+    if facts.get("virtual_ranks") != here:
+        raise ValueError(
+            "The checkpoint was made with other virtual ranks. Expected init(virtual_ranks="
+            f"{facts.get('virtual_ranks')}), or another path, which begins anew. Received: virtual_ranks={here}"
+        )
     own = [[v.path, standard_dtype(v), list(v.shape)] for _, v in _own_variables(trained)]
     theirs = [(f"`{path}` of", dtype, shape) for path, dtype, shape in facts["variables"]]
-    theirs += [(f"`{name}` of", dtype, shape) for name, kind, dtype, shape in facts["own"] if kind != _RANDOM]
+    theirs += [
+        (f"`{name}` of", dtype, shape[1:] if kind == _PARTS else shape)
+        for name, kind, dtype, shape in facts["own"]
+        if kind != _RANDOM
+    ]
     mine = [(f"`{p}` of", d, s) for p, d, s in [*map(_described, _common_variables(trained)), *own]]
     nothing: tuple[str, str, list[int]] = ("no variable", "", [])
     for index in range(max(len(mine), len(theirs))):
@@ -186,8 +198,9 @@ def check(trained: Trained, facts: dict[str, Any]) -> None:
 def put_back(trained: Trained, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
     """Give models, optimizers and random generators of all ranks what `take` has taken. Collective.
 
-    On another number of ranks all get what is alike, the mean of each rank's statistics and waiting gradients, no
-    running metrics, and random states that are new for all but the first.
+    Of virtual ranks all is as it was, on any number of ranks. Else, on another number of ranks, all get what is alike,
+    the mean of each rank's statistics and waiting gradients, no running metrics, and random states that are new for all
+    but the first.
 
     Args:
         trained: `check` found it to fit.
@@ -206,6 +219,7 @@ def put_back(trained: Trained, facts: dict[str, Any], arrays: dict[str, np.ndarr
     variables.broadcast_variables(team, common)
     specs = [(dtype, shape) for _, _, dtype, shape in facts["own"]]
     differing = set(facts["differing"])
+    virtual = current.job().virtual
     elsewhere = facts["ranks"] != team.size
     if elsewhere:
         values = _split(share(team, _merged(facts, arrays) if team.rank == 0 else None), specs)
@@ -221,10 +235,17 @@ def put_back(trained: Trained, facts: dict[str, Any], arrays: dict[str, np.ndarr
     own_variables = iter(_own_variables(trained))
     for (name, kind, *_), value in zip(facts["own"], values, strict=True):
         if kind == _RANDOM:
-            _set_random(name, value)
-        else:
-            backend.assign(next(own_variables)[1], value)
-    if elsewhere:
+            random_states.put_back(name, value)
+            continue
+        variable = next(own_variables)[1]
+        if virtual is not None:
+            virtual.states.forget([variable])
+        if virtual is not None and kind == _PARTS:
+            for part in virtual.mine:
+                virtual.states.put(part, [variable], [backend.from_numpy(value[part], variable.value)])
+            value = value[virtual.mine[-1]]
+        backend.assign(variable, value)
+    if elsewhere and virtual is None:
         current.job().streams.clear()  # of each rank: new ones
     late = []
     for i, (number, place, described) in enumerate(facts["late"]):
@@ -268,7 +289,7 @@ def _merged(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> np.ndarray:
     for index, (_, kind, dtype, _) in enumerate(facts["own"]):
         of_ranks = next(different) if index in differing else (next(alike),)
         value = of_ranks[0]
-        if kind == _METRIC:
+        if kind == _METRIC and facts.get("virtual_ranks") is None:
             value = np.zeros_like(value)
         elif kind == _STATE and len(of_ranks) > 1 and keras.backend.is_float_dtype(dtype):
             value = np.mean([a.astype(np.float64) for a in of_ranks], axis=0).astype(value.dtype)
@@ -299,36 +320,17 @@ def _own_variables(trained: Trained) -> list[tuple[str, Any]]:
 
 def _own(trained: Trained) -> list[tuple[str, str, np.ndarray]]:
     """The same with the values, and the random states of libraries: name, kind, value."""
-    to_numpy = backends.current().to_numpy
-    found = [(v.path, kind, np.asarray(to_numpy(v), order="C")) for kind, v in _own_variables(trained)]
-    return [*found, *((name, _RANDOM, value) for name, value in _random_states().items())]
-
-
-def _random_states() -> dict[str, np.ndarray]:
-    """The states of all generators that data sets and layers without a seed of their own draw from."""
-    states = seeds.host_states()
-    if keras.backend.backend() == "torch":
-        import torch
-
-        for own in sorted(current.job().streams.keys() & _STREAMS.keys()):
-            states[_STREAMS[own]] = current.job().streams[own].numpy().copy()
-        if torch.cuda.is_available():
-            states["torch.cuda"] = torch.cuda.get_rng_state().numpy()
-    return states
-
-
-def _set_random(name: str, value: np.ndarray) -> None:
-    if name == "torch.cuda":
-        import torch
-
-        torch.cuda.set_rng_state(torch.from_numpy(value.copy()))
-    elif name in _STREAMS.values():
-        import torch
-
-        (own,) = (key for key, saved in _STREAMS.items() if saved == name)
-        current.job().streams[own] = torch.from_numpy(value.copy())
-    else:
-        seeds.set_host_state(name, value)
+    to_numpy, virtual = backends.current().to_numpy, current.job().virtual
+    own = _own_variables(trained)
+    of_parts: dict[int, np.ndarray] = {}
+    if virtual is not None:
+        several = [v for kind, v in own if kind != _SEED and virtual.states.has(v)]
+        of_parts = dict(zip(map(id, several), virtual.states.gather(trained.team, several), strict=True))
+    found = [
+        (v.path, _PARTS, of_parts[id(v)]) if id(v) in of_parts else (v.path, kind, np.asarray(to_numpy(v), order="C"))
+        for kind, v in own
+    ]
+    return [*found, *((name, _RANDOM, value) for name, value in random_states.take().items())]
 
 
 def _described(variable: Any) -> list[Any]:

@@ -112,7 +112,8 @@ def _on_tensorflow(model: Any, step: Callable[..., Any], described: Callable[...
     def part(state: Any, data: Any, part: int, total: int, values: list[Any]) -> Results:
         offset, of_all = tf.constant(seeds.offset(part), tf.int32), tf.constant(total, tf.float32)
         if model.run_eagerly:
-            return run(data, offset, of_all, values)
+            results: Results = run(data, offset, of_all, values)
+            return results
         program, present = program_for(data, values)
         tensors = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
         found, logs, new = program(tensors, offset, of_all, list(values))

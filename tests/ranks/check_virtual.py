@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`init(virtual_ranks=)`: 1, 2 and 3 ranks end with the same bits, in one job: three ranks, then two beside one."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+
+import keras
+import numpy as np
+import pytest
+from checkpoint_cases import Stop, StopError
+from keras_cases import Parts, assert_close, enough_on
+
+import keras_hpc
+
+RANKS = {"tensorflow": (3,), "jax": (3,), "torch": (3,)}
+SOAK = {"tensorflow": (4,), "jax": (4,), "torch": (4,)}
+VIRTUAL = 8
+
+random = np.random.default_rng(7)
+X = random.normal(size=(53, 6, 6, 1)).astype("float32")
+Y = np.argmax(X[:, 0, :3, 0] + 0.1 * random.normal(size=(53, 3)), axis=1).astype("int32")
+# 24 samples in a step: of the last 5 samples three of eight parts have none.
+FIT = {"batch_size": 3, "epochs": 2, "verbose": 0}
+TENSORFLOW = keras.backend.backend() == "tensorflow"
+
+
+def world():
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+def jobs():
+    """Yields what `init` takes, in jobs of all ranks, and of all but the last one beside that one alone."""
+    keras_hpc.finalize()
+    for alone in (False, True):
+        comm = world().Split(int(alone and world().rank == world().size - 1), world().rank)
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(3)
+        yield {"comm": comm, "device": "cpu"}
+        keras_hpc.finalize()
+        world().Barrier()
+        comm.Free()
+
+
+def network(optimizer=None, loss="sparse_categorical_crossentropy"):
+    """Layers that draw random numbers, and that take statistics from data."""
+    augment = keras.layers.RandomFlip() if TENSORFLOW else keras.layers.GaussianNoise(0.1)
+    model = keras.Sequential(
+        [
+            keras.Input((6, 6, 1)),
+            augment,
+            keras.layers.Conv2D(2, 3, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3),
+            keras.layers.Flatten(),
+            keras.layers.Dense(3, activation="softmax"),
+        ]
+    )
+    model.compile(optimizer or keras.optimizers.Adam(0.02), loss, metrics=["accuracy"])
+    return model
+
+
+def digest(model):
+    values = [keras.ops.convert_to_numpy(v) for v in (*model.variables, *model.optimizer.variables)]
+    return hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
+
+
+def assert_alike(results):
+    """Of all jobs, on all ranks of the world."""
+    everyone = world().allgather(results)
+    assert all(result == everyone[0][0] for of_rank in everyone for result in of_rank), everyone
+
+
+def same_bits(train, **options):
+    """Trains with virtual ranks on several numbers of ranks; what `train` returns must be the same."""
+    results = []
+    for arguments in jobs():
+        keras_hpc.init(**arguments, virtual_ranks=VIRTUAL, **options)
+        results.append(train())
+    assert_alike(results)
+    return results[0]
+
+
+def test_arrays_with_a_tail_and_validation():
+    """And parts do what as many ranks do, but for rounding."""
+
+    def train():
+        model = network()
+        history = model.fit(X, Y, **FIT, validation_data=(X[:20], Y[:20])).history
+        assert history["loss"][1] < history["loss"][0]
+        return digest(model), history, model.evaluate(X, Y, batch_size=3, verbose=0)
+
+    same_bits(train)
+
+
+def test_parts_compute_what_ranks_do():
+    results = []
+    for arguments in jobs():
+        size = arguments["comm"].size
+        for options in ({"virtual_ranks": world().size}, {} if size == world().size else None):
+            if options is None:
+                continue
+            keras_hpc.init(**arguments, **options)
+            keras.utils.clear_session()
+            keras.utils.set_random_seed(3)
+            model = network(keras.optimizers.SGD(0.05, momentum=0.9))
+            history = model.fit(X, Y, **FIT).history
+            results.append((model.get_weights(), history))
+            keras_hpc.finalize()
+    for weights, history in results[1:]:
+        assert_close(weights, results[0][0], 1e-4)
+        np.testing.assert_allclose(history["loss"], results[0][1]["loss"], rtol=1e-4)
+        np.testing.assert_allclose(history["accuracy"], results[0][1]["accuracy"], rtol=1e-6)
+
+
+def resumed():
+    """Trains at once on some ranks; and in pieces, each on another number of ranks."""
+    folder = world().bcast(tempfile.mkdtemp() if world().rank == 0 else "")
+    try:
+        results = []
+        for pieces in ((None, None), (4, None)):
+            for piece, arguments in zip(pieces, jobs(), strict=True):
+                first = arguments["comm"].size == world().size
+                last = world().rank == world().size - 1
+                # Of the second, the two jobs go on from the same, each with a copy.
+                name = os.path.join(folder, "pieces" if piece or not first else "whole")
+                if pieces[0] and not first:
+                    own = f"{name}-{int(last)}"
+                    if arguments["comm"].rank == 0:
+                        shutil.copytree(name, own)
+                    name = own
+                keras_hpc.init(**arguments, virtual_ranks=VIRTUAL)
+                model = network()
+                given = [keras_hpc.callbacks.Checkpoint(name, every_steps=2)] if pieces[0] else []
+                given += [Stop(piece)] if piece else []
+                try:
+                    history = model.fit(X, Y, **FIT, callbacks=given)
+                except StopError:
+                    continue
+                results.append((digest(model), history.history))
+        assert_alike(results)
+    finally:
+        world().Barrier()
+        if world().rank == 0:
+            shutil.rmtree(folder)
+
+
+@enough_on("torch")
+def test_goes_on_with_the_same_bits_on_another_number_of_ranks():
+    resumed()
+
+
+@enough_on("tensorflow")
+def test_batches_of_a_data_set():
+    """Ready-made batches, dealt to parts and cut among them, with two of eight parts of the last step left over."""
+
+    def train():
+        model = network(keras.optimizers.SGD(0.05, gradient_accumulation_steps=2, clipnorm=1.0))
+        data = [Parts(X, Y, batch=4, whole=True), ((X[i : i + 4], Y[i : i + 4]) for i in range(0, 52, 4))]
+        if TENSORFLOW:
+            import tensorflow as tf
+
+            data.append(tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(30, seed=4).batch(4))
+        if keras.backend.backend() == "torch":
+            import torch
+
+            rows = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+            data.append(torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True))
+        return [(model.fit(one, verbose=0).history, digest(model)) for one in data]
+
+    same_bits(train)
+    same_bits(train, batch="global")
+
+
+@enough_on("tensorflow")
+def test_sparse_gradients_and_sums():
+    """Rows of an embedding, a loss that is a sum, one that layers add, and a metric that merges itself."""
+    tokens = np.random.default_rng(1).integers(0, 50, (53, 5)).astype("int32")
+
+    class Largest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="largest")
+            self.value = self.add_weight(name="value", initializer="zeros")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_pred)))
+
+        def merge_state(self, metrics):
+            for metric in metrics:
+                self.value.assign(keras.ops.maximum(self.value, metric.value))
+
+        def result(self):
+            return self.value
+
+    def train():
+        inputs = keras.Input((5,), dtype="int32")
+        hidden = keras.layers.Embedding(50, 4)(inputs)
+        hidden = keras.layers.ActivityRegularization(0.01)(keras.layers.Flatten()(hidden))
+        model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+        model.compile(keras.optimizers.Adam(0.01), keras.losses.MeanSquaredError(reduction="sum"), metrics=[Largest()])
+        history = model.fit(tokens, Y.astype("float32"), sample_weight=np.linspace(0, 1, 53), **FIT).history
+        return history, digest(model)
+
+    same_bits(train)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"virtual_ranks": 2}, "at least the number of ranks"),
+        ({"virtual_ranks": 8, "shard": False}, "shard=False"),
+        ({"virtual_ranks": 8, "teams": 2}, "teams=2"),
+        ({"virtual_ranks": 8, "wire_dtype": "bfloat16"}, "wire_dtype='bfloat16'"),
+    ],
+)
+@enough_on("torch")
+def test_what_init_refuses(options, message):
+    keras_hpc.finalize()
+    with pytest.raises(ValueError, match=message):
+        keras_hpc.init(**options)
+
+
+@enough_on("torch")
+def test_what_training_refuses():
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return super().train_step(data)
+
+    keras_hpc.finalize()
+    keras_hpc.init(virtual_ranks=8)
+    x, y = X.reshape(53, -1), Y
+    for make, call, message in (
+        (keras.Sequential, lambda model: model.train_on_batch(x, y), "train_on_batch"),
+        (Own, lambda model: model.fit(x, y, **FIT), "train_step"),
+        (keras.Sequential, lambda model: keras_hpc.step(1).__enter__(), "keras_hpc.step"),
+        (keras.Sequential, lambda model: keras_hpc.configure_team(schedule="pipelined"), "pipelined"),
+    ):
+        model = make([keras.Input((36,)), keras.layers.Dense(3, activation="softmax")])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        with pytest.raises(ValueError, match=message):
+            call(model)
+    weighted = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
+    model.compile("sgd", weighted)
+    with pytest.raises(ValueError, match="mean_with_sample_weight"):
+        model.fit(x, y, sample_weight=np.ones(53), **FIT)
+    keras_hpc.finalize()
