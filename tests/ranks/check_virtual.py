@@ -96,6 +96,7 @@ def test_arrays_with_a_tail_and_validation():
     same_bits(train)
 
 
+@enough_on("torch")
 def test_parts_compute_what_ranks_do():
     results = []
     for arguments in jobs():
@@ -153,6 +154,7 @@ def test_goes_on_with_the_same_bits_on_another_number_of_ranks():
     resumed()
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # as Keras says of every generator
 @enough_on("tensorflow")
 def test_batches_of_a_data_set():
     """Ready-made batches, dealt to parts and cut among them, with two of eight parts of the last step left over."""
