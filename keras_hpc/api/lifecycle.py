@@ -118,7 +118,9 @@ def init(
             shares = ""
             if world.size > 1 or virtual_ranks is not None:
                 limit = functools.partial(backend.limit_threads, teams=teams)
-                shares = resources.share_cores(cores, world.local_size, threads * teams, limit, virtual_ranks)
+                shares = resources.share_cores(
+                    cores, world.local_size, threads * teams, limit, virtual_ranks is not None
+                )
             backend.load()
             return threads, shares
 
@@ -186,10 +188,10 @@ def init(
         if job.size > 1:
             job.watchdog = guard.watchdog = Watchdog(job, stall_seconds)
             undo.callback(job.watchdog.close)
-            virtual = "" if virtual_ranks is None else f" as {virtual_ranks} virtual ones"
+            parts = "" if virtual_ranks is None else f" as {virtual_ranks} virtual ones"
             nodes = f"{job.node_count} node{'s' * (job.node_count > 1)}"
             remembers = "; malloc keeps what is freed" * kept
-            current.notice(f"{job.size} ranks{virtual} on {nodes}, {launch.mpi_version(world)}; {shares}{remembers}")
+            current.notice(f"{job.size} ranks{parts} on {nodes}, {launch.mpi_version(world)}; {shares}{remembers}")
         if gpu is not None:
             devices.tell(gpu, world.rank)
         job.at_end = undo.pop_all()

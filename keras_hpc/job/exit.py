@@ -8,6 +8,7 @@ wait for it. So an uncaught exception aborts the job, after its traceback has be
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import logging
 import os
@@ -18,6 +19,7 @@ import threading
 import time
 import types
 import weakref
+from pathlib import Path
 from typing import Any
 
 from keras_hpc.job.current import Job
@@ -30,6 +32,8 @@ _GRACE_SECONDS = 2.0
 _OUTPUT_SECONDS = 2.0
 _FORWARD_SECONDS = 0.2
 _REASON_CHARACTERS = 500
+# Where `keras_hpc run --elastic` looks for the reasons of ranks that end a job.
+_NOTES = "KERAS_HPC_RUN_NOTES"
 
 
 class Guard:
@@ -103,6 +107,9 @@ class Guard:
         """End the job at once, after rank 0 and this rank have said why."""
         from mpi4py import MPI
 
+        if _NOTES in os.environ:
+            with contextlib.suppress(OSError):
+                (Path(os.environ[_NOTES]) / f"rank{self._rank}").write_text(reason)
         _log.error("rank %d ends the job: %s", self._rank, reason)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 # Set for libraries that are loaded later; what the user has set stays.
 _OMP = "OMP_NUM_THREADS"
+# What `keras_hpc run` has set it to, where it has: that is not the user's wish.
+BY_RUN = "KERAS_HPC_RUN_OMP_NUM_THREADS"
 
 
 def share_cores(
@@ -24,7 +26,7 @@ def share_cores(
     ranks_of_node: int,
     communication_threads: int,
     limit: Callable[[int], tuple[list[str], list[str]]],
-    virtual_ranks: int | None = None,
+    virtual: bool = False,
 ) -> str:
     """Limits this rank's compute threads to its share of the cores, where the user has not set them.
 
@@ -33,15 +35,17 @@ def share_cores(
         ranks_of_node: number of ranks on this node.
         communication_threads: threads of this rank that communicate; they come off its share.
         limit: the backend's `limit_threads`.
-        virtual_ranks: share the cores among so many instead: the number of threads can change bits, so it must not
-            depend on the number of ranks.
+        virtual: whether there are virtual ranks: the number of threads can change bits, so it is one, whatever cores
+            as many ranks get.
 
     Returns:
         What was set, and what could not be, as one line.
     """
     share = max(1, cores_of_node // ranks_of_node - communication_threads)
-    if virtual_ranks is not None:
-        share = max(1, cores_of_node // virtual_ranks)
+    if virtual:
+        share = 1
+        if os.environ.get(BY_RUN) == os.environ.get(_OMP):  # which depends on the number of ranks, too
+            os.environ.pop(_OMP, None)
     done, failed = limit(share)
     if _OMP not in os.environ:
         os.environ[_OMP] = str(share)

@@ -51,8 +51,8 @@ def main() -> None:
         pinned = _pin(local_rank, local_size, wanted.cores, [beside for _, beside in gpus])
     if wanted.threads:
         os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "NPROC"), str(wanted.threads))
-    elif pinned:  # init() would do it, but too late for libraries that are loaded before
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, pinned - 1)))
+    elif pinned and "OMP_NUM_THREADS" not in os.environ:  # init() would do it, but too late for what is loaded before
+        os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "KERAS_HPC_RUN_OMP_NUM_THREADS"), str(max(1, pinned - 1)))
     os.execv(wanted.command[0], wanted.command)
 
 

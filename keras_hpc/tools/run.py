@@ -14,7 +14,7 @@ from typing import Any
 
 from keras_hpc.errors import LaunchError
 from keras_hpc.job import launch
-from keras_hpc.tools import launchers, rank
+from keras_hpc.tools import elastic, launchers, rank
 
 
 def add_command(commands: Any) -> None:
@@ -48,6 +48,11 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="write each rank's output to DIR/rankN.txt")
     parser.add_argument("--no-label", action="store_true", help="do not begin lines of output with their rank")
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="when a rank is killed, start again with one less; a Checkpoint of the script goes on from its last save",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the command instead")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as after python -m")
     parser.add_argument("script", metavar="SCRIPT")
@@ -56,20 +61,37 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Becomes the launcher; returns only after `--dry-run`."""
+    """Becomes the launcher; returns only after `--dry-run`, or with `--elastic` the exit status of the last job."""
     try:
-        command, environment = _launcher(arguments)
+        command, environment = _command(arguments)
+        if arguments.elastic and (arguments.hosts or arguments.ranks is None):
+            raise LaunchError(
+                "`--elastic` starts with -n ranks, and with one less when one is killed, where the launcher puts them. "
+                "Expected -n N, and no --hosts"
+            )
     except LaunchError as error:
         sys.exit(f"keras_hpc run: {error}")
-    command += [sys.executable, "-I", rank.__file__, *_wishes(arguments, pin=command[0] != "srun"), "--"]
-    command += [sys.executable, *(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
     if arguments.dry_run:
         print(shlex.join([*(f"{name}={value}" for name, value in environment.items()), *command]))
         return 0
     if arguments.output_dir:
         arguments.output_dir.mkdir(parents=True, exist_ok=True)
         print(f"keras_hpc run: output in {arguments.output_dir}/rank*.txt", flush=True)
+    if arguments.elastic:
+
+        def job_of(ranks: int) -> tuple[list[str], dict[str, str]]:
+            return _command(argparse.Namespace(**vars(arguments) | {"ranks": ranks}))
+
+        return elastic.supervise(job_of, arguments.ranks)
     os.execvpe(command[0], command, os.environ | environment)
+
+
+def _command(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """The command that starts the ranks, and what it needs in the environment."""
+    command, environment = _launcher(arguments)
+    command += [sys.executable, "-I", rank.__file__, *_wishes(arguments, pin=command[0] != "srun"), "--"]
+    command += [sys.executable, *(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
+    return command, environment
 
 
 def _launcher(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:

@@ -2,7 +2,7 @@
 """Trains with eight virtual ranks; rank 0 says with which bits it ends, and how long a step took.
 
 `train_virtual.py [FOLDER [STEPS]]`: with a checkpoint in FOLDER every so many STEPS. A rank whose number is in the file
-FOLDER/kill kills itself at the step that stands behind it there, once.
+FOLDER.kill kills itself before the step whose number is behind it there, once.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ import keras_hpc
 
 keras_hpc.init(virtual_ranks=8, device="cpu")
 folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+KILL = folder and Path(f"{folder}.kill")
 random = np.random.default_rng(7)
 X = random.normal(size=(520, 16, 16, 3)).astype("float32")
 Y = np.argmax(X[:, 0, :10, 0] + 0.1 * random.normal(size=(520, 10)), axis=1).astype("int32")
@@ -47,15 +48,17 @@ class Watch(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()
         self.times = []
-        self.begun = 0.0
+        self.begun, self.epoch = 0.0, 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
 
     def on_train_batch_begin(self, batch, logs=None):
         self.begun = time.perf_counter()
-        order = folder and folder.parent / f"{folder.name}.kill"
-        if order and order.exists():
-            rank, step = map(int, order.read_text().split())
-            if rank == keras_hpc.rank() and int(self.model.optimizer._iterations.numpy() if 0 else batch) >= step:
-                order.unlink()
+        if KILL is not None and KILL.exists():
+            rank, step = map(int, KILL.read_text().split())
+            if (rank, step) == (keras_hpc.rank(), self.params["steps"] * self.epoch + batch):
+                KILL.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_batch_end(self, batch, logs=None):
@@ -70,4 +73,5 @@ history = model.fit(X, Y, batch_size=4, epochs=3, verbose=0, callbacks=callbacks
 values = [keras.ops.convert_to_numpy(v) for v in (*model.variables, *model.optimizer.variables)]
 digest = hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
 if keras_hpc.rank() == 0:
-    print(json.dumps({"ranks": keras_hpc.size(), "digest": digest, "step": float(np.median(watch.times))}), flush=True)
+    said = {"ranks": keras_hpc.size(), "digest": digest, "step": float(np.median(watch.times))}
+    sys.stdout.write(json.dumps(said) + "\n")
