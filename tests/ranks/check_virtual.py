@@ -162,6 +162,7 @@ def test_batches_of_a_data_set():
     def train():
         model = network(keras.optimizers.SGD(0.05, gradient_accumulation_steps=2, clipnorm=1.0))
         data = [Parts(X, Y, batch=4, whole=True), ((X[i : i + 4], Y[i : i + 4]) for i in range(0, 52, 4))]
+        data.append(keras_hpc.data.Dataset(file, batch_size=4, fields=("x", "y"), seed=2))
         if TENSORFLOW:
             import tensorflow as tf
 
@@ -173,8 +174,14 @@ def test_batches_of_a_data_set():
             data.append(torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True))
         return [(model.fit(one, verbose=0).history, digest(model)) for one in data]
 
-    same_bits(train)
-    same_bits(train, batch="global")
+    folder = tempfile.mkdtemp()
+    file = os.path.join(folder, "data.npz")
+    np.savez(file, x=X, y=Y)
+    try:
+        same_bits(train)
+        same_bits(train, batch="global")
+    finally:
+        shutil.rmtree(folder)
 
 
 @enough_on("tensorflow")

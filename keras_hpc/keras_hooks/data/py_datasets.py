@@ -48,24 +48,16 @@ class _Pass(keras.utils.PyDataset):  # type: ignore[misc]
     def __getitem__(self, index: int) -> Any:
         step, turn = divmod(index, self.shard.turns)
         step += self.first
+        shard = self.shard.each[turn]
         if isinstance(self.source, Dataset):
-            return self._of_files(self.source, step)
-        if self.shard.batch == "global":
-            return rows.mine(self._batch(step), self.shard.each[turn])
-        number = step * self.shard.size + self.shard.rank + turn
+            return _of_files(self.source, step, shard)
+        if shard.batch == "global":
+            return rows.mine(self._batch(step), shard)
+        number = step * shard.size + shard.rank
         if self.source.num_batches is None or number < self.source.num_batches:
             return self._batch(number)
         # No batch left for this rank: one more is read for its shape, while the other ranks read theirs.
         return rows.empty_like(self._batch(0))
-
-    def _of_files(self, source: Dataset, step: int) -> Any:
-        """Read only what is this rank's."""
-        if self.shard.batch == "global":
-            start, stop = self.shard.part(source.count(step))
-            # What has no samples is made of one, because `decode` need not understand an empty list.
-            return source.rows(step, start, stop) if start < stop else rows.empty_like(source.rows(step, 0, 1))
-        number = step * self.shard.size + self.shard.rank
-        return source[number] if number < len(source) else rows.empty_like(source.rows(0, 0, 1))
 
     def _batch(self, number: int) -> Any:
         return self.source[number if self.order is None else int(self.order[number])]
@@ -75,6 +67,16 @@ class _Pass(keras.utils.PyDataset):  # type: ignore[misc]
 
     def on_epoch_end(self) -> None:
         self.source.on_epoch_end()
+
+
+def _of_files(source: Dataset, step: int, shard: Shard) -> Any:
+    """Read only what is a rank's."""
+    if shard.batch == "global":
+        start, stop = shard.part(source.count(step))
+        # What has no samples is made of one, because `decode` need not understand an empty list.
+        return source.rows(step, start, stop) if start < stop else rows.empty_like(source.rows(step, 0, 1))
+    number = step * shard.size + shard.rank
+    return source[number] if number < len(source) else rows.empty_like(source.rows(0, 0, 1))
 
 
 class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc, valid-type]
