@@ -11,20 +11,22 @@ from keras_hpc import _native
 from keras_hpc.spatial import geometry
 
 
-def make(team, rank, windows, extent, name="conv", fill=0.0):
-    """The exchange that gives each rank its window."""
+def make(team, rank, windows, extent, name="conv", fill=0.0, cells=1, sides=(0, 0)):
+    """The exchange that gives each rank its window, and pads each row of it, of `cells`."""
     move = geometry.move(extent, len(windows), windows, rank)
     sends = [(other, *rows) for other, rows in move.sends]
     terms = f"{extent} rows, windows {windows}"
-    args = (move.extent, move.own, move.pads, fill, sends, list(move.receives), move.lower)
+    args = (move.extent, move.own, move.pads, fill, sends, list(move.receives), move.lower, cells, sides)
     return _native.make_exchange(team, name, terms, *args), move
 
 
-def exchange(made, x, adjoint=False):
-    """The window of x, (outer, rows, inner), or what the owners get of gradients of it."""
+def exchange(made, x, adjoint=False, padded=None):
+    """The window of x, (outer, rows, inner), or what the owners get of gradients of it. Its rows are of `padded`."""
     one, move = made
     outer, _, inner = x.shape
-    out = np.full((outer, move.extent if adjoint else move.rows, inner), 77, x.dtype)
+    shape = (outer, move.extent if adjoint else move.rows, inner if padded is None else padded)
+    inner = min(inner, shape[-1])
+    out = np.full(shape, 77, x.dtype)
     one.run(as_bytes(x), as_bytes(out), outer, inner, x.dtype.name, adjoint)
     return out
 
@@ -79,20 +81,26 @@ def test_windows_and_adjoints(nodes):
             windows = random_windows(all_ranks, ranks, extent)
             dtype = list(DTYPES)[all_ranks.integers(4)]
             fill = -np.inf if all_ranks.random() < 0.3 else 0.0
-            made = make(team, rank, windows, extent, f"layer{number}", fill)
+            cells = int(all_ranks.integers(1, 4))
+            sides = tuple(map(int, all_ranks.integers(0, 3, 2))) if number % 2 else (0, 0)
+            made = make(team, rank, windows, extent, f"layer{number}", fill, cells, sides)
             begin, end = geometry.bounds(extent, ranks)[rank]
             for _ in range(3):
                 outer, inner = map(int, all_ranks.integers(0, 5, 2))
-                inner *= 31
+                cell = inner * 31
+                inner, padded = cells * cell, (cells + sum(sides)) * cell
                 whole = all_ranks.integers(-40, 40, (outer, extent, inner)).astype(DTYPES[dtype])
                 sizes = [high - low for low, high in windows]
-                gradients = [all_ranks.normal(size=(outer, size, inner)).astype(DTYPES[dtype]) for size in sizes]
+                gradients = [all_ranks.normal(size=(outer, size, padded)).astype(DTYPES[dtype]) for size in sizes]
                 late(mine, rank)
-                found = exchange(made, np.ascontiguousarray(whole[:, begin:end]))
-                np.testing.assert_array_equal(found.astype(np.float64), window_of(whole, windows[rank], fill))
+                found = exchange(made, np.ascontiguousarray(whole[:, begin:end]), padded=padded)
+                want = window_of(whole, windows[rank], fill)
+                want = np.pad(want, [(0, 0), (0, 0), [n * cell for n in sides]], constant_values=fill)
+                np.testing.assert_array_equal(found.astype(np.float64), want)
                 late(mine, rank)
-                back = exchange(made, gradients[rank], adjoint=True)
-                want = adjoint_of(windows, gradients, extent)[:, begin:end]
+                back = exchange(made, gradients[rank], adjoint=True, padded=inner)
+                inside = slice(sides[0] * cell, padded - sides[1] * cell)
+                want = adjoint_of(windows, [g[..., inside] for g in gradients], extent)[:, begin:end]
                 np.testing.assert_allclose(back.astype(np.float64), want, rtol=0, atol=20 * EPSILON[dtype])
 
     run(NODES[nodes], work, timeout=30.0)

@@ -29,8 +29,10 @@ gradients of a step one by one.
 """
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 _SUPPORTED = ("tensorflow", "jax", "torch")
 
@@ -50,6 +52,21 @@ def current() -> ModuleType:
             f"the environment variable KERAS_BACKEND before Keras is imported. Received: {name!r}"
         )
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def shapes_of(exchange: Any, shape: Sequence[int | None], axis: int) -> tuple[tuple[int | None, ...], ...]:
+    """Return the shapes of a tensor that is exchanged, before and after.
+
+    Args:
+        exchange: the engine's.
+        shape: of this rank's rows.
+        axis: along which it is split.
+    """
+    window = list(shape)
+    window[axis] = exchange.window
+    if exchange.cells:
+        window[axis + 1] = (shape[axis + 1] or 0) + exchange.cells
+    return tuple(shape), tuple(window)
 
 
 def library_path(name: str) -> str:

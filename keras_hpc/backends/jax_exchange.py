@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import core
 
+from keras_hpc.backends import shapes_of
+
 TARGET = "khpc_jax_exchange"
 
 
@@ -25,10 +27,10 @@ def exchange(call: Callable[..., Any], exchange: Any, x: jax.Array, axis: int, o
         axis: along which it is split.
         order: has the token of the exchange before, and then of this one.
     """
-    number, rows = exchange.id, (exchange.extent, exchange.window)
+    number, shapes = exchange.id, shapes_of(exchange, x.shape, axis)
 
     def run(x: Any, token: Any, adjoint: int) -> tuple[Any, Any]:
-        shape = (*x.shape[:axis], rows[0 if adjoint else 1], *x.shape[axis + 1 :])
+        shape = shapes[0 if adjoint else 1]
         results = [core.ShapedArray(shape, x.dtype), core.ShapedArray((), jnp.float32)]
         y, after = call(TARGET, [], [x, token], results, exchange=number, axis=axis, adjoint=adjoint)
         return y, after

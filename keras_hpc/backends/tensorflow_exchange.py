@@ -9,6 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_hpc.backends import shapes_of
+
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def exchange(operation: Any, exchange: Any, x: tf.Tensor, axis: int, order: Any) -> tf.Tensor:
@@ -21,11 +23,12 @@ def exchange(operation: Any, exchange: Any, x: tf.Tensor, axis: int, order: Any)
         axis: along which it is split.
         order: has the token of the exchange before, and then of this one.
     """
-    number, rows = exchange.id, (exchange.extent, exchange.window)
+    x = tf.convert_to_tensor(x)
+    number, shapes = exchange.id, shapes_of(exchange, x.shape.as_list(), axis)
 
     def run(x: tf.Tensor, token: tf.Tensor, adjoint: int) -> tuple[tf.Tensor, tf.Tensor]:
         y, after = operation(x, token, exchange=number, axis=axis, adjoint=adjoint)
-        y.set_shape([*x.shape[:axis], rows[0 if adjoint else 1], *x.shape[axis + 1 :]])
+        y.set_shape(shapes[0 if adjoint else 1])
         after.set_shape([])
         return y, after
 
@@ -35,7 +38,7 @@ def exchange(operation: Any, exchange: Any, x: tf.Tensor, axis: int, order: Any)
         return run(x, token, 0), lambda upstream, after: run(upstream, after, 1)
 
     token = order.token
-    y, order.token = result(tf.convert_to_tensor(x), tf.zeros([]) if token is None else token)
+    y, order.token = result(x, tf.zeros([]) if token is None else token)
     return y
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from keras_hpc.backends import shapes_of
 from keras_hpc.backends.torch_tensors import bytes_of
 
 
@@ -34,18 +35,18 @@ def after(y: torch.Tensor, order: Any) -> torch.Tensor:
 class _Exchange(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, exchange: Any, x: torch.Tensor, axis: int) -> torch.Tensor:
-        ctx.exchange, ctx.axis = exchange, axis
-        return _run(exchange, x, axis, adjoint=False)
+        ctx.exchange, ctx.axis, ctx.shapes = exchange, axis, shapes_of(exchange, x.shape, axis)
+        return _run(ctx, x, adjoint=False)
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[None, torch.Tensor, None]:
-        return None, _run(ctx.exchange, upstream, ctx.axis, adjoint=True), None
+        return None, _run(ctx, upstream, adjoint=True), None
 
 
-def _run(exchange: Any, x: torch.Tensor, axis: int, adjoint: bool) -> torch.Tensor:
+def _run(of: Any, x: torch.Tensor, adjoint: bool) -> torch.Tensor:
     x = x.detach().contiguous()
-    rows = exchange.extent if adjoint else exchange.window
-    y = torch.empty((*x.shape[:axis], rows, *x.shape[axis + 1 :]), dtype=x.dtype)
-    outer, inner = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
-    exchange.run(bytes_of(x), bytes_of(y), outer, inner, str(x.dtype).removeprefix("torch."), adjoint)
+    own, window = of.shapes
+    y = torch.empty(own if adjoint else window, dtype=x.dtype)
+    outer, inner = math.prod(own[: of.axis]), math.prod(own[of.axis + 1 :])
+    of.exchange.run(bytes_of(x), bytes_of(y), outer, inner, str(x.dtype).removeprefix("torch."), adjoint)
     return y

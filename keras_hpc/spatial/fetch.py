@@ -61,6 +61,11 @@ class AxisFetch:
         return any(any(self.move(part).pads) for part in range(self.parts))
 
     @property
+    def only_pads(self) -> bool:
+        """Whether all that any part does is to pad what it has."""
+        return self.pads and not self.communicates and not self.cuts
+
+    @property
     def changes(self) -> bool:
         """Whether any part has other rows afterwards."""
         moves = [self.move(part) for part in range(self.parts)]

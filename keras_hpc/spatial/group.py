@@ -47,16 +47,21 @@ class Group:
             return 0, extent
         return bounds(extent, self.grid.parts[index])[self.place[index]]
 
-    def exchange(self, name: str, fetch: AxisFetch, fill: float) -> Any:
+    def exchange(self, name: str, fetch: AxisFetch, fill: float, beside: AxisFetch | None = None) -> Any:
         """Return the engine's exchange for a fetch along an axis. Collective on the group at the first call.
 
         Args:
             name: what it is for, the same on all ranks.
             fetch: what the parts fetch.
             fill: what padding is filled with.
+            beside: of the next axis, which is only padded, in the same copy.
         """
         line = self.grid.line(self.rank, fetch.axis - 1)
-        return self._made(name, f"{fetch}, {fill}", fetch.move_at(self.place), line, fill)
+        move = fetch.move_at(self.place)
+        if beside is None:
+            return self._made(name, f"{fetch}, {fill}", move, line, fill)
+        sides = beside.move_at(self.place).pads
+        return self._made(name, f"{fetch}, {beside}, {fill}", move, line, fill, beside.extent, sides)
 
     def gather(self, name: str) -> Any:
         """Return the exchange that gives each rank one row of every rank of the group. Collective at the first call."""
@@ -64,12 +69,14 @@ class Group:
         every = move(size, size, [(0, size)] * size, self.rank)
         return self._made(name, f"a row of each of {size} ranks", every, range(size), 0.0)
 
-    def _made(self, name: str, terms: str, moved: Any, line: Sequence[int], fill: float) -> Any:
+    def _made(
+        self, name: str, terms: str, moved: Any, line: Sequence[int], fill: float, cells: int = 1, sides: Rows = (0, 0)
+    ) -> Any:
         key = (name, terms)
         if key not in self._exchanges:
             sends = [(line[part], *rows) for part, rows in moved.sends]
             receives = [(line[part], rows) for part, rows in moved.receives]
-            shape = (moved.extent, moved.own, moved.pads, fill, sends, receives, moved.lower)
+            shape = (moved.extent, moved.own, moved.pads, fill, sends, receives, moved.lower, cells, sides)
             self._exchanges[key] = _native.make_exchange(self.team.native, name, terms, *shape)
         return self._exchanges[key]
 

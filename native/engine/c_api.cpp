@@ -152,6 +152,16 @@ int64_t khpc_exchange_rows(int exchange) {
       int64_t{-1});
 }
 
+int64_t khpc_exchange_cells(int exchange) {
+  return guarded(
+      [&]() -> int64_t {
+        const auto entry = registry::exchange(exchange);
+        const ExchangeSpec& spec = entry.team->exchange(entry.number);
+        return spec.left + spec.right;
+      },
+      int64_t{-1});
+}
+
 int64_t khpc_exchange_window(int exchange) {
   return guarded(
       [&]() -> int64_t {

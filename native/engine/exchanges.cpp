@@ -14,6 +14,15 @@ namespace {
 
 constexpr int kTag = 1;  // messages between two ranks come in order
 
+template <typename Use>
+void for_each_piece(const Pieces& pieces, uint64_t nbytes, const Use& use) {
+  for (uint64_t done = 0; done < nbytes;) {
+    const auto [piece, rest] = pieces.at(done);
+    use(piece, rest);
+    done += rest;
+  }
+}
+
 }  // namespace
 
 // What comes before the rows of a message.
@@ -32,17 +41,23 @@ struct Exchanges::Stream {
   int rank, local;
   Header header;                 // of a read, what is expected
   Header found{};                // and what came
-  std::byte* data = nullptr;     // of the first piece
-  size_t stride = 0, piece = 0;  // bytes from piece to piece, and of one
+  Pieces pieces;                 // where the rows are
   uint64_t done = 0;             // bytes, the header's among them
   std::vector<std::byte> block;  // of an adjoint: what is added up later
   bool is_done() const { return done == sizeof header + header.nbytes; }
+  // Where it goes on, and how many bytes lie together there. The header comes first.
+  std::pair<std::byte*, size_t> next(Header& head) const {
+    if (done < sizeof head) return {reinterpret_cast<std::byte*>(&head) + done, sizeof head - done};
+    return pieces.at(done - sizeof head);
+  }
 };
 
 struct Exchanges::Message {
-  Message(int to_or_from, size_t nbytes) : rank(to_or_from), memory(message_memory(nbytes)), pending(memory) {}
+  Message(int to_or_from, size_t size)
+      : rank(to_or_from), nbytes(size), memory(message_memory(size)), pending(memory) {}
 
   int rank;
+  size_t nbytes;
   std::shared_ptr<std::byte> memory;  // the header, and then the rows
   Pending pending;
   bool done = false;
@@ -116,8 +131,9 @@ int Exchanges::local(int rank) const {
 
 void Exchanges::start(int exchange, const ExchangeShape& shape, const void* data) {
   const ExchangeSpec& spec = this->spec(exchange);
-  if (shape.outer < 0 || shape.inner < 0)
-    throw Error("Exchange '" + spec.name + "': expected numbers of elements >= 0.");
+  if (shape.outer < 0 || shape.inner < 0 || shape.inner % spec.cells != 0)
+    throw Error("Exchange '" + spec.name + "': expected numbers of elements >= 0, a whole number for each of " +
+                std::to_string(spec.cells) + " cells of a row.");
   const std::lock_guard lock(mutex_);
   team_.failure->throw_if_set();
   ++team_.activity->exchanges;
@@ -128,14 +144,12 @@ void Exchanges::start(int exchange, const ExchangeShape& shape, const void* data
     return Header{operation.number, static_cast<uint32_t>(exchange), shape.adjoint ? 1U : 0U, nbytes,
                   static_cast<uint64_t>(shape.outer)};
   };
-  const auto rows_of_source = shape.adjoint ? spec.rows() : spec.extent;
+  // Only read from.
+  auto* given = const_cast<std::byte*>(operation.data);
   for (const Shipment& shipment : outgoing(spec, shape.adjoint)) {
     const Header header = header_of(shipment);
     Stream rows(shipment.rank, local(shipment.rank), header);
-    rows.stride = static_cast<size_t>(rows_of_source) * shape.row_bytes();
-    rows.piece = static_cast<size_t>(shipment.rows.size()) * shape.row_bytes();
-    // Only read from.
-    rows.data = const_cast<std::byte*>(operation.data) + static_cast<size_t>(shipment.rows.begin) * shape.row_bytes();
+    rows.pieces = Pieces(layout_given(spec, shape), shipment.rows, given);
     if (rows.local >= 0) {
       operation.writes.push_back(std::move(rows));
       continue;
@@ -143,8 +157,10 @@ void Exchanges::start(int exchange, const ExchangeShape& shape, const void* data
     Message& message = operation.sends.emplace_back(shipment.rank, sizeof header + header.nbytes);
     std::memcpy(message.memory.get(), &header, sizeof header);
     std::byte* place = message.memory.get() + sizeof header;
-    for (int64_t i = 0; i < shape.outer && rows.piece > 0; ++i, place += rows.piece)
-      std::memcpy(place, rows.data + static_cast<size_t>(i) * rows.stride, rows.piece);
+    for_each_piece(rows.pieces, header.nbytes, [&](const std::byte* piece, size_t n) {
+      std::memcpy(place, piece, n);
+      place += n;
+    });
     message.pending.add(channel_->send(message.memory.get(), sizeof header + header.nbytes, shipment.rank, kTag));
   }
   for (const Shipment& shipment : incoming(spec, shape.adjoint)) {
@@ -190,13 +206,7 @@ bool Exchanges::advance() {
 bool Exchanges::write(Stream& stream) {
   bool moved = false;
   while (!stream.is_done()) {
-    const std::byte* from = reinterpret_cast<const std::byte*>(&stream.header) + stream.done;
-    size_t rest = sizeof(Header) - std::min<uint64_t>(stream.done, sizeof(Header));
-    if (rest == 0) {
-      const size_t at_byte = stream.done - sizeof(Header), offset = at_byte % stream.piece;
-      from = stream.data + at_byte / stream.piece * stream.stride + offset;
-      rest = stream.piece - offset;
-    }
+    const auto [from, rest] = stream.next(stream.header);
     const size_t n = mailboxes_.write(stream.local, from, rest);
     if (n == 0) break;
     stream.done += n;
@@ -209,13 +219,7 @@ bool Exchanges::write(Stream& stream) {
 bool Exchanges::read(Stream& stream, const Operation& operation) {
   bool moved = false;
   while (!stream.is_done()) {
-    std::byte* to = reinterpret_cast<std::byte*>(&stream.found) + stream.done;
-    size_t rest = sizeof(Header) - std::min<uint64_t>(stream.done, sizeof(Header));
-    if (rest == 0) {
-      const size_t at_byte = stream.done - sizeof(Header), offset = at_byte % stream.piece;
-      to = stream.data + at_byte / stream.piece * stream.stride + offset;
-      rest = stream.piece - offset;
-    }
+    const auto [to, rest] = stream.next(stream.found);
     const size_t n = mailboxes_.read(stream.local, to, rest);
     if (n == 0) break;
     stream.done += n;
@@ -281,19 +285,17 @@ void Exchanges::wait(int exchange, bool adjoint, void* result) {
                            " is the first."));
   Operation& operation = operations_.front();
   operation.result = static_cast<std::byte*>(result);
-  const size_t row = operation.shape.row_bytes();
   const std::vector<Shipment> arriving = incoming(operation.spec, adjoint);
   for (Stream& stream : operation.reads) {
     const auto shipment =
         std::find_if(arriving.begin(), arriving.end(), [&](const auto& s) { return s.rank == stream.rank; });
-    stream.piece = static_cast<size_t>(shipment->rows.size()) * row;
+    const RowLayout layout = layout_wanted(operation.spec, operation.shape);
     if (adjoint) {
       stream.block.resize(stream.header.nbytes);
-      stream.data = stream.block.data();
-      stream.stride = stream.piece;
+      stream.pieces = Pieces(RowLayout{shipment->rows.size(), layout.row, layout.row, 0}, {0, shipment->rows.size()},
+                             stream.block.data());
     } else {
-      stream.data = operation.result + static_cast<size_t>(shipment->rows.begin) * row;
-      stream.stride = static_cast<size_t>(operation.spec.rows()) * row;
+      stream.pieces = Pieces(layout, shipment->rows, operation.result);
     }
   }
   advance();
@@ -322,7 +324,6 @@ void Exchanges::wait(int exchange, bool adjoint, void* result) {
 // All has come. Gradients are added up in the order of ranks, whatever the order in which they came.
 void Exchanges::finish(Operation& operation) {
   const ExchangeShape& shape = operation.shape;
-  const size_t row = shape.row_bytes();
   for (const Shipment& shipment : incoming(operation.spec, shape.adjoint)) {
     const auto is_from = [&](const auto& one) { return one.rank == shipment.rank; };
     const auto message = std::find_if(operation.receives.begin(), operation.receives.end(), is_from);
@@ -332,11 +333,12 @@ void Exchanges::finish(Operation& operation) {
       const std::byte* block = is_message ? message->memory.get() + sizeof(Header) : stream->block.data();
       add_rows(operation.spec, shape, shipment, block, operation.result);
     } else if (is_message) {
-      const size_t piece = static_cast<size_t>(shipment.rows.size()) * row;
       const std::byte* from = message->memory.get() + sizeof(Header);
-      std::byte* to = operation.result + static_cast<size_t>(shipment.rows.begin) * row;
-      for (int64_t i = 0; i < shape.outer && piece > 0; ++i, from += piece)
-        std::memcpy(to + static_cast<size_t>(i * operation.spec.rows()) * row, from, piece);
+      const Pieces pieces(layout_wanted(operation.spec, shape), shipment.rows, operation.result);
+      for_each_piece(pieces, message->nbytes - sizeof(Header), [&](std::byte* piece, size_t n) {
+        std::memcpy(piece, from, n);
+        from += n;
+      });
     }
   }
 }

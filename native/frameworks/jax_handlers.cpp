@@ -215,7 +215,8 @@ void exchange(CallFrame& call) {
   const int exchange = attribute(call, "exchange"), axis = attribute(call, "axis"),
             adjoint = attribute(call, "adjoint");
   const int64_t outer = std::accumulate(x.dims, x.dims + axis, int64_t{1}, std::multiplies<>());
-  const int64_t inner = std::accumulate(x.dims + axis + 1, x.dims + x.rank, int64_t{1}, std::multiplies<>());
+  const Buffer& own = adjoint ? y : x;  // the one without padding
+  const int64_t inner = std::accumulate(own.dims + axis + 1, own.dims + own.rank, int64_t{1}, std::multiplies<>());
   const int64_t mine = khpc_exchange_rows(exchange), window = khpc_exchange_window(exchange);
   if (mine < 0 || window < 0) throw std::runtime_error(khpc_last_error());
   if (x.dims[axis] != (adjoint ? window : mine) || y.dims[axis] != (adjoint ? mine : window))

@@ -286,15 +286,20 @@ struct Exchange {
     std::vector<int64_t> shape = shape_of(x);
     const auto at_axis = shape.begin() + axis;
     const int64_t outer = std::accumulate(shape.begin(), at_axis, int64_t{1}, std::multiplies<>());
-    const int64_t inner = std::accumulate(at_axis + 1, shape.end(), int64_t{1}, std::multiplies<>());
-    const int64_t mine = khpc_exchange_rows(exchange), window = khpc_exchange_window(exchange);
-    if (mine < 0 || window < 0) throw std::runtime_error(khpc_last_error());
+    const int64_t mine = khpc_exchange_rows(exchange), window = khpc_exchange_window(exchange),
+                  cells = khpc_exchange_cells(exchange);
+    if (mine < 0 || window < 0 || cells < 0) throw std::runtime_error(khpc_last_error());
     if (*at_axis != (adjoint ? window : mine))
       throw std::runtime_error("An exchange got " + std::to_string(*at_axis) + " rows. Expected " +
                                std::to_string(adjoint ? window : mine) + ".");
+    const auto elements = [&] { return std::accumulate(at_axis + 1, shape.end(), int64_t{1}, std::multiplies<>()); };
     *at_axis = adjoint ? mine : window;
+    int64_t inner = elements();
+    if (cells > 0) at_axis[1] += adjoint ? -cells : cells;
+    const int64_t in_result = elements();
+    if (adjoint) inner = in_result;
     const DataType dtype = tf.TensorType(x.get()), float32 = 1;
-    const size_t nbytes = static_cast<size_t>(outer * *at_axis * inner) * tf.DataTypeSize(dtype);
+    const size_t nbytes = static_cast<size_t>(outer * *at_axis * in_result) * tf.DataTypeSize(dtype);
     Outcome outcome;
     const TensorHandle y(
         tf.AllocateOutput(context, 0, dtype, shape.data(), static_cast<int>(shape.size()), nbytes, outcome));

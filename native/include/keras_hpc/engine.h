@@ -65,16 +65,19 @@ KHPC_API int khpc_allreduce_on(int team, int device, void* data, const int64_t* 
 
 // Exchanges of rows of an axis that is split among the ranks of a team (see engine/exchange.hpp), and their adjoints.
 // A tensor is (outer, rows, inner) elements of `dtype`. Forward it has the rows of the exchange's owner, and the result
-// those of its window; with `adjoint` the other way round. All ranks start the same exchanges in the same order, with
-// the same outer, inner and dtype, and wait for them in that order. `data` must stay valid until khpc_exchange_wait has
-// returned, with or without an error; it blocks until `result`, other memory, is there.
+// those of its window; with `adjoint` the other way round. `inner` leaves out what a row of the window is padded by.
+// All ranks start the same exchanges in the same order, with the same outer, inner and dtype, and wait for them in that
+// order. `data` must stay valid until khpc_exchange_wait has returned, with or without an error; it blocks until
+// `result`, other memory, is there.
 KHPC_API int khpc_exchange_start(int exchange, int adjoint, const void* data, int64_t outer, int64_t inner,
                                  const char* dtype);
 KHPC_API int khpc_exchange_wait(int exchange, int adjoint, void* result);
 
-// Rows that this rank has, and rows of its window; -1 if there is no such exchange.
+// Rows that this rank has, rows of its window, and by how many cells of the next axis each of these is padded; -1 if
+// there is no such exchange.
 KHPC_API int64_t khpc_exchange_rows(int exchange);
 KHPC_API int64_t khpc_exchange_window(int exchange);
+KHPC_API int64_t khpc_exchange_cells(int exchange);
 
 // Number of tensors of a plan, or -1 if there is no such plan.
 KHPC_API int khpc_plan_tensors(int plan);
