@@ -22,7 +22,7 @@ CONVOLUTIONS = (
 TRANSPOSED = (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)
 MAX_POOLING = (layers.MaxPooling1D, layers.MaxPooling2D, layers.MaxPooling3D)
 AVERAGE_POOLING = (layers.AveragePooling1D, layers.AveragePooling2D, layers.AveragePooling3D)
-UPSAMPLING = (layers.UpSampling1D, layers.UpSampling2D, layers.UpSampling3D)
+UPSAMPLING = (layers.UpSampling1D, layers.UpSampling2D, layers.UpSampling3D, layers.Resizing)
 PADDING = (layers.ZeroPadding1D, layers.ZeroPadding2D, layers.ZeroPadding3D)
 CROPPING = (layers.Cropping1D, layers.Cropping2D, layers.Cropping3D)
 WINDOWED = (*CONVOLUTIONS, *TRANSPOSED, *MAX_POOLING, *AVERAGE_POOLING, *UPSAMPLING, *PADDING, *CROPPING)
@@ -91,7 +91,8 @@ def axis_of(layer: Any, index: int, extent: int, outputs: int) -> geometry.Axis:
         return geometry.Windowed(extent, outputs, before=before if kind in PADDING else -before)
     if kind in UPSAMPLING:
         reach = 0 if getattr(layer, "interpolation", "nearest") == "nearest" else 1
-        return geometry.Upsampled(extent, item(layer.size), reach)
+        factor = outputs // extent if kind is layers.Resizing else item(layer.size)
+        return geometry.Upsampled(extent, factor, reach)
     if kind in TRANSPOSED:
         kernel, stride, dilation = item(layer.kernel_size), item(layer.strides), item(layer.dilation_rate)
         extra = item(layer.output_padding)
@@ -102,9 +103,12 @@ def axis_of(layer: Any, index: int, extent: int, outputs: int) -> geometry.Axis:
     return geometry.Windowed.of_layer(extent, kernel, item(layer.strides), dilation, layer.padding)
 
 
-def settings_of(layer: Any) -> dict[str, Any]:
-    """Return the attributes that a layer of `WINDOWED` has while it computes a window, padding included."""
+def settings_of(layer: Any, axes: Sequence[geometry.Axis], rows: Sequence[int]) -> dict[str, Any]:
+    """Return the attributes that a layer of `WINDOWED` has while it computes a window of `rows`, padding included."""
     kind = type(layer)
+    if kind is layers.Resizing:
+        sizes = [n * axis.factor for n, axis in zip(rows, axes, strict=True) if isinstance(axis, geometry.Upsampled)]
+        return dict(zip(("height", "width"), sizes, strict=True))
     if kind in TRANSPOSED:
         return {"padding": "valid", "output_padding": None}
     return {} if kind in (*UPSAMPLING, *PADDING, *CROPPING) else {"padding": "valid"}
@@ -156,6 +160,10 @@ def fault(layer: Any, rank: int) -> str | None:
     interpolation = getattr(layer, "interpolation", "nearest")
     if type(layer) in UPSAMPLING and interpolation not in ("nearest", "bilinear"):
         return f"interpolates by {interpolation!r}; expected 'nearest' or 'bilinear'"
+    if type(layer) is layers.Resizing and (
+        layer.crop_to_aspect_ratio or layer.pad_to_aspect_ratio or getattr(layer, "antialias", False)
+    ):
+        return "keeps an aspect ratio, or filters before it resizes"
     if getattr(layer, "quantization_mode", None) is not None:
         return "is quantized"
     return _fault_of_activation(getattr(layer, "activation", None), rank)

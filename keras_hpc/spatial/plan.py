@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_hpc.spatial import geometry
+from keras_hpc.spatial import geometry, statistics
 from keras_hpc.spatial import layers as kinds
 from keras_hpc.spatial.fetch import Fetch, fetch
 from keras_hpc.spatial.report import table
@@ -30,8 +30,8 @@ class Step:
     """How a node of the graph is computed.
 
     Attributes:
-        kind: "layer"; "window": on a window, whose axes are in `axes`; "moments" (batch normalization) and "average",
-            which add up over the group; "maximum"; "model": by `plan`.
+        kind: "layer"; "window": on a window, whose axes are in `axes`; "moments" (batch normalization), "statistics"
+            (of each sample) and "average", which add up over the group; "maximum"; "model": by `plan`.
         splits: along which axes each output is split.
         fetches: for each input what must be fetched, or None.
         axes: of a window, what the layer does along each spatial axis.
@@ -176,12 +176,18 @@ class Plan:
             raise self._refusal(layer, reason)
         if type(layer) is keras.layers.BatchNormalization:
             return Step("moments", before, nothing, note=f"sums of 2 x {inputs[0].shape[-1]} numbers")
+        if kinds.is_pointwise(layer, rank):
+            return self._pointwise(node, before)
+        if (over := statistics.reduced_axes(layer, rank)) is not None:
+            if not before[0] & over:
+                return Step("layer", before, nothing)
+            if not before[0] <= over:
+                raise self._refusal(layer, "normalizes over some of the axes that are split, and not over others")
+            return Step("statistics", before, nothing, note="means and variances of each sample")
         if type(layer) in kinds.GLOBAL_AVERAGE:
             return Step("average", whole.splits, nothing, note=f"sums of {inputs[0].shape[-1]} numbers")
         if type(layer) in kinds.GLOBAL_MAX:
             return Step("maximum", whole.splits, nothing, note=f"maxima of {inputs[0].shape[-1]} numbers")
-        if kinds.is_pointwise(layer, rank):
-            return self._pointwise(node, before)
         raise self._refusal(layer, "is of a kind of which it is not known how it mixes positions")
 
     def _model(self, node: Any, before: Sequence[Split]) -> Step:

@@ -15,7 +15,7 @@ import keras
 from keras import ops
 
 from keras_hpc import backends
-from keras_hpc.spatial import windows
+from keras_hpc.spatial import geometry, statistics, windows
 from keras_hpc.spatial.fetch import Fetch, fetch
 from keras_hpc.spatial.group import Group
 from keras_hpc.spatial.plan import WHOLE, Plan, Split, Step
@@ -86,6 +86,7 @@ class Runner:
         self, plan: Plan, group: Group, drawing: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> None:
         self.plan, self._group, self._drawing = plan, group, drawing
+        self._done = _last_uses(plan)
         self._inner = {
             id(node): Runner(step.plan, group, drawing) for node, step in plan.nodes() if step.plan is not None
         }
@@ -114,6 +115,8 @@ class Runner:
             of_node = f"{name}/{node.operation.name}/{number}"
             outputs = self._compute(of_node, node, step, values, operation_fn)
             values.update((id(x), y) for x, y in zip(node.outputs, keras.tree.flatten(outputs), strict=True))
+            for tensor in self._done[id(node)]:  # which frees what no gradient needs
+                del values[tensor]
         outputs = [values[id(tensor)] for tensor in model.outputs]
         if whole:
             outputs = [
@@ -168,6 +171,10 @@ class Runner:
             if step.kind == "window":
                 grid, place = self._group.grid, self._group.place
                 return windows.compute(layer, step.axes, step.splits[0], grid, place, args[0], call)
+            if step.kind == "statistics":
+                own = self._statistics(name, node, layer)
+                with windows.with_settings(layer, {"call": own}):
+                    return call(*args, **kwargs)
             outputs = call(*args, **kwargs)
         if step.kind in ("average", "maximum"):
             return self._over_group(step.kind, name, node, args[0], outputs)
@@ -181,6 +188,21 @@ class Runner:
         one = self._gathered(name, ops.reshape(y, (-1, 1, y.shape[-1])))
         one = ops.sum(one, axis=1) if kind == "average" else ops.max(one, axis=1)
         return ops.reshape(one, (-1, *y.shape[1:]))
+
+    def _statistics(self, name: str, node: Any, layer: Any) -> Callable[..., Any]:
+        """Return the `call` of a layer that normalizes over the positions of each sample."""
+        tensor = node.input_tensors[0]
+        grid, split = self._group.grid, self.plan.splits[id(tensor)]
+        shares, rows = [], [slice(None)] * len(tensor.shape)
+        for rank in range(grid.size):
+            share = self._positions(tensor.shape, split)
+            for axis in range(1, len(tensor.shape) - 1):
+                extent, parts = tensor.shape[axis], grid.parts[axis - 1] if axis in split else 1
+                begin, end = geometry.bounds(extent, parts)[grid.place(rank)[axis - 1] if axis in split else 0]
+                share /= end - begin
+                rows[axis] = slice(begin, end) if rank == self._group.rank else rows[axis]
+            shares.append(1 / share)
+        return functools.partial(statistics.normalized, layer, shares, rows, functools.partial(self._gathered, name))
 
     def _positions(self, shape: Sequence[Any], split: Split) -> float:
         """Return the positions of a tensor that all ranks of the group together hold."""
@@ -201,19 +223,41 @@ class Runner:
         if read is None:
             return x
         pads = {}
+        done: set[int] = set()
+        by_axis = {one.axis: one for one in read.axes}
         for one in read.axes:
+            if one.axis in done:
+                continue
             move = one.move_at(self._group.place)
             if one.communicates:
                 fill = 0.0 if read.fill == "edge" else read.fill
                 plain = one.without_padding() if read.fill == "edge" else one
-                made = self._group.exchange(f"{name} axis {one.axis}", plain, fill)
+                beside = by_axis.get(one.axis + 1)
+                if beside is None or read.fill == "edge" or not beside.only_pads:
+                    beside = None
+                else:  # the copy that makes room for other ranks' rows pads them, too
+                    done.add(beside.axis)
+                made = self._group.exchange(f"{name} axis {one.axis}", plain, fill, beside)
                 x = backends.current().exchange(made, x, one.axis, _layer.order)
             elif one.cuts:
                 x = _rows(x, one.axis, *move.own)
             if read.fill == "edge" or not one.communicates:
                 pads[one.axis] = move.pads
         # Also where this rank has none: all ranks' graphs are to have the same nodes.
-        return _padded(x, pads, read.fill) if any(one.pads for one in read.axes if one.axis in pads) else x
+        return _padded(x, pads, read.fill) if any(by_axis[axis].pads for axis in pads) else x
+
+
+def _last_uses(plan: Plan) -> dict[int, list[int]]:
+    """Return for each node which tensors no node needs any more after it, both by their `id`."""
+    last: dict[int, int] = {}
+    for node, _ in plan.nodes():
+        last.update((id(x), id(node)) for x in (*node.outputs, *node.input_tensors))
+    kept = {id(x) for x in plan.model.outputs}
+    done: dict[int, list[int]] = {id(node): [] for node, _ in plan.nodes()}
+    for tensor, node in last.items():
+        if tensor not in kept:
+            done[node].append(tensor)
+    return done
 
 
 def _may_draw(layer: Any) -> bool:

@@ -42,7 +42,7 @@ def compute(
         geometry.bounds(axis.outputs, grid.parts[i])[place[i]] if i + 1 in split else (0, axis.outputs)
         for i, axis in enumerate(axes)
     ]
-    with _with_settings(layer, kinds.settings_of(layer)):
+    with with_settings(layer, kinds.settings_of(layer, axes, x.shape[1:-1])):
         y = call(x)
     # Ranks decide alike: their graphs are to have the same nodes.
     if kind in (*kinds.TRANSPOSED, *kinds.UPSAMPLING):
@@ -66,7 +66,7 @@ def _without_padding(axes: Sequence[geometry.Axis], rows: Sequence[geometry.Rows
 
 
 @contextlib.contextmanager
-def _with_settings(layer: Any, settings: dict[str, Any]) -> Iterator[None]:
+def with_settings(layer: Any, settings: dict[str, Any]) -> Iterator[None]:
     """Give a layer other attributes meanwhile, past Keras' tracking."""
     before = {name: vars(layer).get(name, _MISSING) for name in settings}
     for name, value in settings.items():

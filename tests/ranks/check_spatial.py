@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F401, F811
 """Groups of ranks that compute each sample together train, evaluate and predict as one rank does."""
 
 import keras
 import numpy as np
 import pytest
 from keras import layers
-from keras_cases import assert_identical, enough, on_one_rank, values
+from keras_cases import assert_identical, on_one_rank, values
+from spatial_cases import NETWORKS, compiled, grid, norm, ranks, residual, samples, strided, unet, volumes
 
 import keras_hpc
 
@@ -14,122 +16,27 @@ SOAK = {"tensorflow": (3, 4), "jax": (3, 4)}
 TIMEOUT = 900
 TOLERANCE = 1e-5  # of the largest gradient
 
-# Of so many ranks; of 4, one group or two.
-GRIDS = {2: [(2, 1)], 3: [(3, 1)], 4: [(2, 2), (2, 1), *enough([(4, 1)])]}
-
-
-def ranks():
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.size
-
-
-@pytest.fixture(params=GRIDS.get(ranks(), []), ids=str)
-def grid(request):
-    keras_hpc.init(batch="global", spatial=request.param, check_replicas_every=2)
-    yield request.param
-    keras_hpc.finalize()
-
-
-def norm():
-    return layers.BatchNormalization(momentum=0.9, synchronized=True)
-
-
-def strided():
-    """Strided and dilated convolutions, even kernels, both poolings, padding of both kinds; a class for each image."""
-    return keras.Sequential([
-        keras.Input((45, 17, 3)),
-        layers.Conv2D(6, 5, strides=2, padding="same"), norm(), layers.ReLU(),
-        layers.Conv2D(6, (4, 3), padding="same"), layers.MaxPooling2D(3, strides=2, padding="same"),
-        layers.Conv2D(8, 3, dilation_rate=2, padding="same"), layers.LeakyReLU(),
-        layers.AveragePooling2D(2, strides=1, padding="same"), layers.DepthwiseConv2D(3, padding="same"),
-        layers.ZeroPadding2D(((2, 1), (0, 1))), layers.Conv2D(8, (2, 3)), layers.Cropping2D(((1, 0), (0, 0))),
-        layers.AveragePooling2D(2), layers.Flatten(), layers.Dense(10, activation="relu"), layers.Dense(4),
-    ])  # fmt: skip
-
-
-def residual():
-    """Squeeze and excitation, and global poolings."""
-    inputs = keras.Input((30, 10, 3))
-    x = layers.Conv2D(8, 3, padding="same", activation="tanh", kernel_regularizer="l2")(inputs)
-    short = layers.Conv2D(8, 1, strides=2, padding="same")(x)
-    x = layers.Conv2D(8, 3, strides=2, padding="same")(x)
-    x = layers.LeakyReLU()(x + short)
-    gate = layers.GlobalAveragePooling2D(keepdims=True)(x)
-    x = layers.Multiply()([x, layers.Dense(8, activation="sigmoid")(gate)])
-    x = layers.Concatenate()([layers.GlobalAveragePooling2D()(x), layers.GlobalMaxPooling2D()(x)])
-    return keras.Model(inputs, layers.Dense(4)(x))
-
-
-def unet():
-    """Skips, transposed convolutions and both ways of upsampling; a class for each pixel."""
-    inputs = keras.Input((43, 24, 2))
-    skips, x = [], layers.ZeroPadding2D(((2, 3), (0, 0)))(inputs)
-    for filters in (6, 8):
-        x = layers.ReLU()(norm()(layers.Conv2D(filters, 3, padding="same")(x)))
-        skips.append(x)
-        x = layers.MaxPooling2D(2)(x)
-    x = layers.Conv2D(8, 3, padding="same", activation="relu")(x)
-    x = layers.Conv2DTranspose(8, 3, strides=2, padding="same")(x)
-    x = layers.Concatenate()([x, skips.pop()])
-    x = layers.Conv2D(6, 3, padding="same", activation="relu")(x)
-    x = layers.UpSampling2D(2, interpolation="bilinear")(x)
-    x = layers.Concatenate()([x, skips.pop()])
-    x = layers.Cropping2D(((2, 3), (0, 0)))(layers.Conv2D(6, (5, 3), padding="same", activation="relu")(x))
-    return keras.Model(inputs, layers.Conv2D(3, 1)(x))
-
-
-def volumes():
-    """Models inside of a model, over volumes, whole at first."""
-    generator = keras.Sequential([
-        keras.Input((13,)), layers.Dense(4 * 4 * 4 * 3), layers.Reshape((4, 4, 4, 3)),
-        layers.UpSampling3D((2, 2, 3)), layers.ZeroPadding3D((2, 2, 0)), layers.Conv3D(4, (6, 5, 4)), norm(),
-        layers.Conv3DTranspose(3, 4, strides=2, padding="same"), layers.Conv3D(1, 2, activation="tanh"),
-    ])  # fmt: skip
-    discriminator = keras.Sequential([
-        keras.Input(generator.output_shape[1:]), layers.Conv3D(4, 5, strides=2, padding="same"), layers.LeakyReLU(),
-        norm(), layers.Conv3D(4, 3, padding="same"), layers.AveragePooling3D(2), layers.Flatten(), layers.Dense(4),
-    ])  # fmt: skip
-    inputs = keras.Input((13,))
-    return keras.Model(inputs, discriminator(generator(inputs)))
-
-
-def lines():
-    """One axis, causal."""
-    return keras.Sequential([
-        keras.Input((50, 3)),
-        layers.Conv1D(6, 4, padding="causal", dilation_rate=2, activation="tanh"),
-        layers.Conv1D(6, 3, strides=2, padding="same"), norm(), layers.AveragePooling1D(3, 2, padding="same"),
-        layers.Conv1DTranspose(4, 3, strides=2, padding="same"), layers.GlobalAveragePooling1D(), layers.Dense(4),
-    ])  # fmt: skip
-
-
-NETWORKS = [strided, residual, unet, volumes, lines]
-
-
-def compiled(network, loss=None, optimizer=None, **options):
-    keras.utils.set_random_seed(3)
-    model = network()
-    loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    options.setdefault("metrics", ["accuracy"])
-    model.compile(optimizer or keras.optimizers.SGD(1.0), loss, **options)
-    if keras_hpc.is_initialized():
-        with_parts = keras_hpc.partition(model, min_rows=1)
-        assert with_parts.is_split or network is lines  # of fewer axes than a job may split
-    return model
-
-
-def samples(network, count):
-    rng = np.random.default_rng(0)
-    inputs, outputs = (t[0].shape for t in (network.inputs, network.outputs))
-    x = rng.normal(size=(count, *inputs[1:])).astype("float32")
-    return x, rng.integers(0, outputs[-1], (count, *outputs[1:-1])).astype("int32")
-
 
 def my_group(array, batch):
     """The rows of a batch that this rank's group computes."""
     begin, end = (-(-batch * g // keras_hpc.group_count()) for g in (keras_hpc.group(), keras_hpc.group() + 1))
     return array[begin:end]
+
+
+def assert_like_one_rank(train, of_weights, of_results):
+    """Compares what `train()` returns, results and a model, with the same on one rank. Returns that and this model."""
+
+    def alone():
+        results, model = train()
+        return results, values(model)
+
+    expected, weights = on_one_rank(alone)
+    found, model = train()
+    assert_identical(values(model))
+    for a, b in zip(values(model), weights, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=of_weights)
+    keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=of_results), found, expected)
+    return expected, model
 
 
 def gradients(model, before):
@@ -178,16 +85,7 @@ def test_fit_evaluate_and_predict(network, grid, tmp_path):
             "direct": np.array(_direct(model, x[:2])),
         }, model
 
-    def alone():
-        results, model = train()
-        return results, values(model)
-
-    expected, weights = on_one_rank(alone)
-    found, model = train()
-    assert_identical(values(model))
-    for a, b in zip(values(model), weights, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=3e-5)
-    keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=5e-5), found, expected)
+    expected, model = assert_like_one_rank(train, of_weights=3e-5, of_results=5e-5)
     if keras_hpc.rank() == 0:  # a saved model knows nothing of parts, and one rank saves it
         model.save(tmp_path / "model.keras")
         with keras_hpc.local():
@@ -238,15 +136,41 @@ def test_losses_metrics_and_weights(network, loss, grid):
             "scores": model.evaluate(x, y, sample_weight=weight, batch_size=4, verbose=0),
         }, model
 
-    def alone():
-        results, model = train()
-        return results, values(model)
+    assert_like_one_rank(train, of_weights=1e-5, of_results=1e-5)
 
-    expected, weights = on_one_rank(alone)
-    found, model = train()
-    for a, b in zip(values(model), weights, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
-    keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+
+@pytest.mark.parametrize("how", ["mixed_bfloat16", "accumulation", "lora"])
+def test_ways_of_training(how, grid):
+    def train():
+        keras.utils.set_random_seed(3)
+        policy = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(how if how == "mixed_bfloat16" else "float32")
+        try:
+            model = keras.Sequential([
+                keras.Input((21, 9, 3)), layers.Conv2D(6, 5, strides=2, padding="same"), norm(), layers.ReLU(),
+                layers.Conv2D(4, 3, padding="same", activation="tanh", name="adapted"), layers.Conv2D(2, 1),
+            ])  # fmt: skip
+        finally:
+            keras.config.set_dtype_policy(policy)
+        if how == "lora":
+            model.get_layer("adapted").enable_lora(2)
+        accumulated = 2 if how == "accumulation" else None
+        model.compile(keras.optimizers.SGD(0.2, gradient_accumulation_steps=accumulated), "mse")
+        assert not keras_hpc.is_initialized() or keras_hpc.partition(model).is_split or keras_hpc.size() == 1
+        x = np.random.default_rng(0).normal(size=(8, 21, 9, 3)).astype("float32")
+        y = np.tanh(x[:, ::2, ::2, :2] + x[:, ::2, ::2, 1:])
+        before = values(model)
+        model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        return [after - b for after, b in zip(values(model), before, strict=True)]
+
+    expected = on_one_rank(train)
+    found = train()
+    assert_identical(found)
+    largest = max(np.abs(change).max() for change in expected)
+    assert largest > 1e-2
+    tolerance = 0.03 if how == "mixed_bfloat16" else 1e-5
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(largest, 1))
 
 
 def test_a_reader_gives_this_ranks_part_only(grid):
@@ -307,6 +231,11 @@ def test_different_samples_in_a_group_are_refused(grid):
         model.predict(x + keras_hpc.rank(), verbose=0)
     with pytest.raises(ValueError, match="a part each of input"):
         model.train_on_batch(x[:, :7], y)
+    in_a_loop = compiled(residual)
+    x, _ = samples(in_a_loop, 2)
+    _direct(in_a_loop, x)
+    with pytest.raises(ValueError, match="The ranks of a group compute the same samples"):
+        in_a_loop(x + keras_hpc.rank(), training=False)
 
 
 def test_losses_and_metrics_that_mix_positions_are_refused(grid):
@@ -334,8 +263,8 @@ def test_losses_and_metrics_that_mix_positions_are_refused(grid):
 
 
 def test_refusals_come_from_compile(grid):
-    model = keras.Sequential([keras.Input((36, 12, 4)), layers.Conv2D(4, 3), layers.GroupNormalization(2, name="odd")])
-    with pytest.raises(ValueError, match=r"`odd` \(GroupNormalization\) cannot be computed in parts"):
+    model = keras.Sequential([keras.Input((36, 12, 4)), layers.Conv2D(4, 3), layers.SpatialDropout2D(0.5, name="odd")])
+    with pytest.raises(ValueError, match=r"`odd` \(SpatialDropout2D\) cannot be computed in parts"):
         model.compile("sgd", "mse")
     keras_hpc.partition(model, parts=1)
     model.compile("sgd", "mse")  # each rank of a group computes all of it

@@ -15,6 +15,8 @@ from keras_hpc.spatial import geometry, windows
 RANKS = {"torch": (1,)}
 SOAK = {"tensorflow": (1,), "jax": (1,)}
 
+WITH_TENSORFLOW = keras.backend.backend() == "tensorflow"
+
 
 def fetched(fetch, pieces, grid):
     """What all ranks have after a fetch of what they had."""
@@ -102,6 +104,9 @@ IMAGES = [
         (layers.MaxPooling2D, layers.AveragePooling2D), ((2, 2), (3, 2), (2, 1), (3, 3)), ("same", "valid"))),
     pooled(layers.UpSampling2D, (2, 3)),
     pooled(layers.UpSampling2D, (3, 2), interpolation="bilinear"),
+    # It asks for TensorFlow, which is not there in the jobs of other backends.
+    *([pooled(layers.Resizing, 28, 33)] if WITH_TENSORFLOW else []),
+    *([pooled(layers.Resizing, 42, 22, interpolation="nearest")] if WITH_TENSORFLOW else []),
     pooled(layers.ZeroPadding2D, ((9, 1), (0, 2))),
     pooled(layers.Cropping2D, ((1, 6), (2, 0))),
     pooled(layers.LayerNormalization),
@@ -214,14 +219,14 @@ REFUSED = [
     (pooled(layers.Conv2D, 3, 3, activation=lambda x: x / keras.ops.max(x)), "activation that is not one of Keras'"),
     (pooled(layers.Activation, lambda x: x / keras.ops.max(x)), "activation that is not one of Keras'"),
     (pooled(layers.UpSampling2D, 2, interpolation="bicubic"), "interpolates by 'bicubic'"),
-    (pooled(layers.LayerNormalization, axis=[1, 2, 3]), "(LayerNormalization)"),
     (pooled(layers.BatchNormalization, axis=1), "along axis 1"),
-    (pooled(layers.GroupNormalization, 3), "(GroupNormalization)"),
+    (pooled(layers.GroupNormalization, 4, axis=1), "(GroupNormalization)"),
     (pooled(layers.Softmax, axis=1), "(Softmax)"),
     (pooled(layers.SpatialDropout2D, 0.5), "(SpatialDropout2D)"),
     (pooled(layers.Dropout, 0.5, noise_shape=(None, 1, 1, 3)), "noise_shape"),
     (pooled(layers.PReLU), "(PReLU)"),
-    (pooled(layers.Resizing, 8, 8), "(Resizing)"),
+    (pooled(layers.Resizing, 8, 8), "has an output of (8, 8) rows"),
+    (pooled(layers.Resizing, 32, 32, antialias=True), "filters before it resizes"),
     (pooled(layers.RandomFlip), "(RandomFlip)"),
 ]
 

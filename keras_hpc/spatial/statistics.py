@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group and layer normalization of samples of which each rank has a part.
+
+Of each sample, rank q of a group has the share s_q of the positions, with mean m_q and variance v_q. Together they have
+
+    mean = sum s_q m_q        variance = sum s_q (v_q + (m_q - mean)^2)
+
+All ranks get all m_q and v_q, so nothing cancels, and the gradient of what they get goes back to its owner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras import layers, ops
+
+Gather = Callable[[Any], Any]  # (batch, 1, n) of this rank to (batch, ranks, n) of all
+
+
+def reduced_axes(layer: Any, rank: int) -> frozenset[int] | None:
+    """Return over which axes of a tensor with `rank` axes a layer normalizes; None: it is no layer of this kind."""
+    if type(layer) is layers.GroupNormalization:
+        return frozenset(range(1, rank)) if layer.axis in (-1, rank - 1) else None
+    if type(layer) is layers.LayerNormalization and not layer.rms_scaling:
+        axes = layer.axis if isinstance(layer.axis, (list, tuple)) else [layer.axis]
+        return frozenset(axis % rank for axis in axes)
+    return None
+
+
+def normalized(
+    layer: Any, shares: Sequence[float], rows: Sequence[slice], gather: Gather, x: Any, *_: Any, **__: Any
+) -> Any:
+    """Return this rank's part of a layer's output.
+
+    Args:
+        layer: for which `reduced_axes` knows the axes.
+        shares: of each rank of the group, of the positions; their sum is 1.
+        rows: of each axis of the tensor, this rank's.
+        gather: gives the numbers of all ranks.
+        x: this rank's part of the input, (batch, ..., channels).
+    """
+    dtype = keras.backend.result_type(keras.backend.standardize_dtype(x.dtype), "float32")
+    rank = len(x.shape)
+    values = ops.cast(x, dtype)
+    if type(layer) is layers.GroupNormalization:
+        groups = layer.groups if layer.groups != -1 else x.shape[-1]
+        values = ops.reshape(values, (-1, math.prod(x.shape[1:-1]), groups, x.shape[-1] // groups))
+        axes = [1, 3]
+    else:
+        axes = sorted(reduced_axes(layer, rank) or ())
+    mean, variance = ops.moments(values, axes=axes, keepdims=True)
+    kept = mean.shape[1:]
+    size = math.prod(kept)
+    everyone = gather(ops.reshape(ops.stack([mean, variance], axis=1), (-1, 1, 2 * size)))
+    means, variances = everyone[..., :size], everyone[..., size:]
+    weights = ops.reshape(ops.convert_to_tensor(list(shares), dtype), (1, -1, 1))
+    mean = ops.sum(weights * means, axis=1, keepdims=True)
+    variance = ops.sum(weights * (variances + ops.square(means - mean)), axis=1)
+    mean, scale = (ops.reshape(y, (-1, *kept)) for y in (mean, ops.rsqrt(variance + layer.epsilon)))
+    y = ops.reshape((values - mean) * scale, ops.shape(x))
+    for variable, apply in ((layer.gamma, ops.multiply), (layer.beta, ops.add)):
+        if variable is not None:
+            y = apply(y, ops.cast(_of_part(layer, variable, rows, rank), dtype))
+    return ops.cast(y, layer.compute_dtype)
+
+
+def _of_part(layer: Any, variable: Any, rows: Sequence[slice], rank: int) -> Any:
+    """Return the scale or offset of this rank's positions, so that it broadcasts."""
+    if type(layer) is layers.GroupNormalization:
+        return ops.convert_to_tensor(variable)
+    axes = sorted(reduced_axes(layer, rank) or ())
+    whole = ops.convert_to_tensor(variable)
+    mine = whole[tuple(rows[axis] for axis in axes)]
+    return ops.reshape(mine, [mine.shape[axes.index(axis)] if axis in axes else 1 for axis in range(rank)])

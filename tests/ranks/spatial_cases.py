@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the checks of models in parts share: groups of ranks, and networks with their data."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from keras_cases import enough
+
+import keras_hpc
+
+# Of so many ranks; of 4, one group or two.
+GRIDS = {2: [(2, 1)], 3: [(3, 1)], 4: [(2, 2), (2, 1), *enough([(4, 1)])]}
+
+
+def ranks():
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.size
+
+
+@pytest.fixture(params=GRIDS.get(ranks(), []), ids=str)
+def grid(request):
+    keras_hpc.init(batch="global", spatial=request.param, check_replicas_every=2)
+    yield request.param
+    keras_hpc.finalize()
+
+
+def norm():
+    return layers.BatchNormalization(momentum=0.9, synchronized=True)
+
+
+def strided():
+    """Strided and dilated convolutions, even kernels, both poolings, padding of both kinds; a class for each image."""
+    return keras.Sequential([
+        keras.Input((45, 17, 3)),
+        layers.Conv2D(6, 5, strides=2, padding="same"), norm(), layers.ReLU(),
+        layers.Conv2D(6, (4, 3), padding="same"), layers.MaxPooling2D(3, strides=2, padding="same"),
+        layers.Conv2D(8, 3, dilation_rate=2, padding="same"), layers.LeakyReLU(),
+        layers.AveragePooling2D(2, strides=1, padding="same"), layers.DepthwiseConv2D(3, padding="same"),
+        layers.ZeroPadding2D(((2, 1), (0, 1))), layers.Conv2D(8, (2, 3)), layers.Cropping2D(((1, 0), (0, 0))),
+        layers.AveragePooling2D(2), layers.Flatten(), layers.Dense(10, activation="relu"), layers.Dense(4),
+    ])  # fmt: skip
+
+
+def residual():
+    """Squeeze and excitation, and global poolings."""
+    inputs = keras.Input((30, 10, 3))
+    x = layers.Conv2D(8, 3, padding="same", activation="tanh", kernel_regularizer="l2")(inputs)
+    short = layers.Conv2D(8, 1, strides=2, padding="same")(x)
+    x = layers.Conv2D(8, 3, strides=2, padding="same")(x)
+    x = layers.LeakyReLU()(x + short)
+    gate = layers.GlobalAveragePooling2D(keepdims=True)(x)
+    x = layers.Multiply()([x, layers.Dense(8, activation="sigmoid")(gate)])
+    x = layers.Concatenate()([layers.GlobalAveragePooling2D()(x), layers.GlobalMaxPooling2D()(x)])
+    return keras.Model(inputs, layers.Dense(4)(x))
+
+
+def unet():
+    """Skips, transposed convolutions and both ways of upsampling; a class for each pixel."""
+    inputs = keras.Input((43, 24, 2))
+    skips, x = [], layers.ZeroPadding2D(((2, 3), (0, 0)))(inputs)
+    for filters in (6, 8):
+        x = layers.ReLU()(norm()(layers.Conv2D(filters, 3, padding="same")(x)))
+        skips.append(x)
+        x = layers.MaxPooling2D(2)(x)
+    x = layers.Conv2D(8, 3, padding="same", activation="relu")(x)
+    x = layers.Conv2DTranspose(8, 3, strides=2, padding="same")(x)
+    x = layers.Concatenate()([x, skips.pop()])
+    x = layers.Conv2D(6, 3, padding="same", activation="relu")(x)
+    x = layers.UpSampling2D(2, interpolation="bilinear")(x)
+    x = layers.Concatenate()([x, skips.pop()])
+    x = layers.Cropping2D(((2, 3), (0, 0)))(layers.Conv2D(6, (5, 3), padding="same", activation="relu")(x))
+    return keras.Model(inputs, layers.Conv2D(3, 1)(x))
+
+
+def volumes():
+    """Models inside of a model, over volumes, whole at first."""
+    generator = keras.Sequential([
+        keras.Input((13,)), layers.Dense(4 * 4 * 4 * 3), layers.Reshape((4, 4, 4, 3)),
+        layers.UpSampling3D((2, 2, 3)), layers.ZeroPadding3D((2, 2, 0)), layers.Conv3D(4, (6, 5, 4)), norm(),
+        layers.Conv3DTranspose(3, 4, strides=2, padding="same"), layers.Conv3D(1, 2, activation="tanh"),
+    ])  # fmt: skip
+    discriminator = keras.Sequential([
+        keras.Input(generator.output_shape[1:]), layers.Conv3D(4, 5, strides=2, padding="same"), layers.LeakyReLU(),
+        norm(), layers.Conv3D(4, 3, padding="same"), layers.AveragePooling3D(2), layers.Flatten(), layers.Dense(4),
+    ])  # fmt: skip
+    inputs = keras.Input((13,))
+    return keras.Model(inputs, discriminator(generator(inputs)))
+
+
+def lines():
+    """One axis, causal."""
+    return keras.Sequential([
+        keras.Input((50, 3)),
+        layers.Conv1D(6, 4, padding="causal", dilation_rate=2, activation="tanh"),
+        layers.Conv1D(6, 3, strides=2, padding="same"), norm(), layers.AveragePooling1D(3, 2, padding="same"),
+        layers.Conv1DTranspose(4, 3, strides=2, padding="same"), layers.GlobalAveragePooling1D(), layers.Dense(4),
+    ])  # fmt: skip
+
+
+def normalized():
+    """Normalization of each sample, over groups of channels and over all of it, and a resizing."""
+    # Resizing asks for TensorFlow, which is not there in the jobs of other backends.
+    larger = layers.Resizing(22, 8) if keras.backend.backend() == "tensorflow" else layers.UpSampling2D(2)
+    return keras.Sequential([
+        keras.Input((22, 7, 3)),
+        layers.Conv2D(8, 3, padding="same", activation="relu"), layers.GroupNormalization(4),
+        layers.Conv2D(6, 3, strides=2, padding="same"), layers.LayerNormalization(axis=[1, 2, 3]), layers.ReLU(),
+        larger, layers.Conv2D(4, 3),
+    ])  # fmt: skip
+
+
+NETWORKS = [strided, residual, unet, volumes, lines, normalized]
+
+
+def compiled(network, loss=None, optimizer=None, **options):
+    keras.utils.set_random_seed(3)
+    model = network()
+    loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    options.setdefault("metrics", ["accuracy"])
+    model.compile(optimizer or keras.optimizers.SGD(1.0), loss, **options)
+    if keras_hpc.is_initialized():
+        with_parts = keras_hpc.partition(model, min_rows=1)
+        assert with_parts.is_split or network is lines  # of fewer axes than a job may split
+    return model
+
+
+def samples(network, count):
+    rng = np.random.default_rng(0)
+    inputs, outputs = (t[0].shape for t in (network.inputs, network.outputs))
+    x = rng.normal(size=(count, *inputs[1:])).astype("float32")
+    return x, rng.integers(0, outputs[-1], (count, *outputs[1:-1])).astype("int32")
