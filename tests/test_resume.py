@@ -69,7 +69,7 @@ def test_a_job_that_is_killed_and_asked_to_end_goes_on(train, tmp_path):
     assert _result(tmp_path) == _result(tmp_path, "whole")
 
     said = train(1, tmp_path / "other", mpi=False)
-    assert "1 rank, were 2: not bit for bit" in said
+    assert "1 rank, were 2 ranks: not bit for bit" in said
     assert len(_result(tmp_path / "other")["history"]["loss"]) == 4
 
 

@@ -103,10 +103,6 @@ def _fit(original: Method) -> Method:
         with running.running_call(call):
             if not call.active and session is None:
                 return original(*bound.args, **bound.kwargs)
-            if call.active and session is not None and current.job().group is not None:
-                raise ValueError(
-                    "With init(spatial=) there is no Checkpoint yet. Received: a Checkpoint in `callbacks`"
-                )
             if call.active:
                 guards.forget()
                 root_only.drop(self, bound.arguments)

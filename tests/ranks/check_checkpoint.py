@@ -48,6 +48,35 @@ def test_arrays_with_validation_and_plateau(folder):
     assert names == ["step-000000020", "step-000000024"]
 
 
+@enough_on("torch")
+def test_a_model_in_parts(folder):
+    def make():
+        keras.utils.set_random_seed(5)
+        layers = [
+            keras.layers.Conv2D(3, 3, padding="same"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3),
+        ]
+        model = keras.Sequential([keras.Input((13, 6, 2)), *layers, keras.layers.Conv2D(2, 3)])
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
+        assert keras_hpc.partition(model).is_split
+        return model
+
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(22, *shape)).astype("float32") for shape in ((13, 6, 2), (11, 4, 2)))
+    in_parts = {"spatial": job().size}
+    model = resumed_equals_uninterrupted(folder, make, (7,), lambda: (x, y), init=in_parts, batch_size=3)
+    assert_identical(model.get_weights())
+    # Without parts it goes on, too, but not bit for bit.
+    start()
+    alone = keras.models.clone_model(model)
+    alone.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
+    given = [keras_hpc.callbacks.Checkpoint(os.path.join(folder, "pieces"))]
+    history = alone.fit(x, y, 3, epochs=EPOCHS + 1, verbose=0, callbacks=given).history
+    assert len(history["loss"]) == EPOCHS + 1
+    assert history["loss"][-1] < history["loss"][0]
+
+
 @only_on("jax", "torch")
 @enough_on("torch")
 def test_a_pipelined_team(folder):

@@ -84,7 +84,7 @@ def assert_same(ours, reference):
 
 
 def resumed_equals_uninterrupted(
-    folder, make, stops, arguments, every=5, callbacks=list, before=lambda: None, between=lambda _: None, **fit
+    folder, make, stops, arguments, every=5, callbacks=list, before=int, between=lambda _: None, init=None, **fit
 ):
     """Trains at once, and in pieces that end after so many steps; both must end alike. Returns the second model.
 
@@ -97,12 +97,13 @@ def resumed_equals_uninterrupted(
         callbacks: returns what else is called.
         before: called in each "process" before the model is made.
         between: called with the folder before training goes on.
+        init: for `init`.
         fit: for `fit`.
     """
     results = []
     for pieces, name in (((None,), "whole"), ((*stops, None), "pieces")):
         for piece in pieces:
-            start(teams=1)
+            start(**(init or {"teams": 1}))
             if name == "pieces" and os.path.exists(os.path.join(folder, name)):
                 between(os.path.join(folder, name))
             before()

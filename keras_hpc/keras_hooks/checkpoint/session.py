@@ -219,11 +219,13 @@ class Session:
         now = position.tell(self.iterator, 0, self.team)
         where = f"epoch {self.epoch + 1} of {epochs}, step {self.step + 1}" if self.epoch < epochs else "its end"
         self.store.say(f"goes on from {path}: {'stopped by a callback' if facts['stopped'] else where}")
-        if facts["model"]["ranks"] != self.team.size and facts["model"].get("virtual_ranks"):
-            self.store.say(f"{self.team.size} rank{'s' * (self.team.size > 1)}, were {facts['model']['ranks']}")
-        elif facts["model"]["ranks"] != self.team.size:
+        were = snapshot.arranged(facts["model"])
+        are = snapshot.arranged({"ranks": self.team.size, "parts": self.team.parts})
+        if are != were and facts["model"].get("virtual_ranks"):
+            self.store.say(f"{are}, were {were}")
+        elif are != were:
             self.store.say(
-                f"{self.team.size} rank{'s' * (self.team.size > 1)}, were {facts['model']['ranks']}: not bit for bit. "
+                f"{are}, were {were}: not bit for bit. "
                 "New: random states of ranks 1 and up. Averaged: statistics of each rank. Metrics of the epoch count "
                 "from here"
             )

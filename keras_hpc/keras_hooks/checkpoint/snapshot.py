@@ -114,6 +114,7 @@ def take(trained: Trained, shared: bool, memory: Memory) -> tuple[dict[str, Any]
     return {
         "ranks": team.size,
         "virtual_ranks": None if virtual is None else virtual.count,
+        "parts": team.parts,
         "backend": keras.backend.backend(),
         "variables": [_described(variable) for variable in common],
         "own": [[name, kind, array.dtype.name, list(array.shape)] for name, kind, array in own],
@@ -198,9 +199,9 @@ def check(trained: Trained, facts: dict[str, Any]) -> None:
 def put_back(trained: Trained, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
     """Give models, optimizers and random generators of all ranks what `take` has taken. Collective.
 
-    Of virtual ranks all is as it was, on any number of ranks. Else, on another number of ranks, all get what is alike,
-    the mean of each rank's statistics and waiting gradients, no running metrics, and random states that are new for all
-    but the first.
+    Of virtual ranks all is as it was, on any number of ranks. Else, on another number of ranks, or in groups of another
+    size, all get what is alike, the mean of each rank's statistics and waiting gradients, no running metrics, and
+    random states that are new for all but the first.
 
     Args:
         trained: `check` found it to fit.
@@ -220,7 +221,7 @@ def put_back(trained: Trained, facts: dict[str, Any], arrays: dict[str, np.ndarr
     specs = [(dtype, shape) for _, _, dtype, shape in facts["own"]]
     differing = set(facts["differing"])
     virtual = current.job().virtual
-    elsewhere = facts["ranks"] != team.size
+    elsewhere = arranged(facts) != arranged({"ranks": team.size, "parts": team.parts})
     if elsewhere:
         values = _split(share(team, _merged(facts, arrays) if team.rank == 0 else None), specs)
     else:
@@ -253,6 +254,12 @@ def put_back(trained: Trained, facts: dict[str, Any], arrays: dict[str, np.ndarr
         shaped = zip(averages, described, strict=True)
         late.append((number, place, [a.view(dtype_of(dtype)).reshape(shape) for a, (dtype, shape) in shaped]))
     delayed.restore(trained.models, late)
+
+
+def arranged(facts: dict[str, Any]) -> str:
+    """Return how many ranks there are, and how many compute each sample together, in words."""
+    ranks, parts = facts["ranks"], facts.get("parts", 1)
+    return f"{ranks} rank{'s' * (ranks > 1)}" + (f" in groups of {parts}" if parts > 1 else "")
 
 
 def share(team: Any, array: np.ndarray | None) -> np.ndarray:
