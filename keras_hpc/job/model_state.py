@@ -25,6 +25,7 @@ class ModelState:
         early_start: its hooks that start reductions in backward (PyTorch).
         runner: computes it in parts (`spatial.run.Runner`); None: it does not, or nobody has asked yet.
         is_planned: whether it is known how it is computed.
+        checked_calls: in how many calls ranks of a group have compared their samples.
         steps: how many training steps it made, for `check_replicas_every`.
     """
 
@@ -38,6 +39,7 @@ class ModelState:
     early_start: Any = None
     runner: Any = None
     is_planned: bool = False
+    checked_calls: int = 0
     steps: int = 0
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import keras
 
+from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.keras_hooks import keras_private, own_steps, running, seeds
 from keras_hpc.keras_hooks.data.arrays import digest
@@ -31,6 +32,7 @@ from keras_hpc.spatial.run import Order, Runner
 
 Method = Callable[..., Any]
 MIN_ROWS = 4
+CHECKED_CALLS = 3  # in which samples are compared, of each model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +193,7 @@ def _run_through_graph(original: Method) -> Method:
         whole = model is None or functional_of(model) is not self or not gives_parts(model)
         # Named here, where all ranks are: a model that one rank alone has compiled must not count.
         name = current.job().known.key_of(self, "model")
+        _check_first_samples(self, inputs)
         return runner.run(inputs, operation_fn, whole, name, Order() if step is None else step.order)
 
     return run
@@ -267,6 +270,15 @@ def check_same_samples(model: Any, batch: Any) -> None:
             f"of group {group.index}. Received: {[sizes for sizes, _ in everyone]} rows on them, of different contents "
             "where these are equal"
         )
+
+
+def _check_first_samples(model: Any, inputs: Any) -> None:
+    """Do the same in the first calls of a model that have values, as in a loop of the user's own. Collective."""
+    state = current.job().known.model(model)
+    traced = any(backends.current().is_traced(leaf) for leaf in keras.tree.flatten(inputs))
+    if state.checked_calls < CHECKED_CALLS and not traced:
+        state.checked_calls += 1
+        check_same_samples(model, inputs)
 
 
 def _is_part(leaf: Any, runner: Runner) -> bool:
