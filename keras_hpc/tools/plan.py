@@ -143,6 +143,12 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="of init(trace=FILE): what --simulate takes steps from"
     )
+    parser.add_argument(
+        "--spatial",
+        metavar="FILE.py:FUNCTION",
+        help="measure the layers of the model that this function returns, and say into how many parts init(spatial=) "
+        "splits samples best",
+    )
     parser.set_defaults(run=run)
 
 
@@ -150,16 +156,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
     if arguments.simulate:
         return _simulate(arguments)
+    if arguments.spatial:
+        from keras_hpc.tools import plan_spatial
+
+        nodes = _nodes(arguments, arguments.ranks or sys.exit("A plan with --spatial needs --ranks."))
+        network = _network(arguments, nodes, _measured(arguments).get("summary", {}))
+        return plan_spatial.run(arguments, network)
     if arguments.trace:
         sys.exit("--trace says what --simulate simulates. Give both.")
     needed = ("ranks", "samples", "batch_size", "step_ms", "parameters", "sample_bytes")
     if missing := [f"--{name.replace('_', '-')}" for name in needed if getattr(arguments, name) is None]:
         sys.exit(f"A plan needs {', '.join(missing)}, or --simulate.")
-    nodes = arguments.nodes or arguments.ranks
-    if arguments.ranks % nodes:
-        sys.exit(
-            f"Nodes get equal numbers of ranks. Expected a multiple of {nodes}. Received: --ranks {arguments.ranks}"
-        )
+    nodes = _nodes(arguments, arguments.ranks)
     job = Job(
         ranks=arguments.ranks,
         nodes=nodes,
@@ -188,6 +196,13 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in rows.items():
         print(f"{name:<20}{value}")
     return 0
+
+
+def _nodes(arguments: argparse.Namespace, ranks: int) -> int:
+    nodes: int = arguments.nodes or ranks
+    if ranks % nodes:
+        sys.exit(f"Nodes get equal numbers of ranks. Expected a multiple of {nodes}. Received: --ranks {ranks}")
+    return nodes
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
