@@ -3,15 +3,22 @@
 
     python -m benchmarks.parts --size 512
     mpiexec -n 2 python -m benchmarks.parts --size 512 --parts 2
+    KERAS_BACKEND=jax python -m benchmarks.parts --size 512 --gspmd 2
 
-The network is like that for mesh tangling (Dryden et al., IPDPS 2019): 18 channels in, 12 convolutions, one number for
-each of the (size / 64)^2 patches. Each rank computes with one thread. Memory is what the process needs at most, above
-what it had when the model and the data were made.
+With --gspmd, one process with so many devices of XLA's on its CPU computes a step of `jax.jit` whose image is sharded
+by rows, and XLA's partitioner exchanges the halos. The network is like that for mesh tangling (Dryden et al., IPDPS
+2019): 18 channels in, 12 convolutions, one number for each of the (size / 64)^2 patches. Each rank computes with one
+thread. Memory is what the process needs at most, above what it had when the model and the data were made; --limit-mib
+lets it have no more than that. CPU is the time that the process computes in a step, which says more than the clock
+where ranks have no cores of their own.
 """
 
 import argparse
 import os
+import resource
 import time
+
+import numpy as np
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -39,40 +46,95 @@ def network(size):
     return model
 
 
+def limit_memory(mib):
+    """Let this process have so much more memory than it has, and no more."""
+    data = int(memory("VmData") * 2**20) + mib * 2**20
+    resource.setrlimit(resource.RLIMIT_DATA, (data, data))
+
+
+def sharded_step(model, count, x, y):
+    """A training step of `jax.jit` on `count` devices, each with some rows of the image; returns the loss."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(jax.devices()[:count]), ("rows",))
+    everywhere, by_rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, "rows")))
+    model.optimizer.build(model.trainable_variables)
+    state = [[v.value for v in variables] for variables in (
+        model.trainable_variables, model.non_trainable_variables, model.optimizer.variables)]  # fmt: skip
+
+    def loss_of(trainable, non_trainable, x, y):
+        outputs, non_trainable = model.stateless_call(trainable, non_trainable, x, training=True)
+        return model.loss(y, outputs), non_trainable
+
+    @jax.jit
+    def step(state, x, y):
+        trainable, non_trainable, optimizer = state
+        (loss, non_trainable), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable, non_trainable, x, y)
+        trainable, optimizer = model.optimizer.stateless_apply(optimizer, gradients, trainable)
+        return loss, (trainable, non_trainable, optimizer)
+
+    state = jax.device_put(tuple(state), everywhere)
+    x, y = jax.device_put(x, by_rows), jax.device_put(y, everywhere)
+
+    def run():
+        nonlocal state
+        loss, state = step(state, x, y)
+        return float(loss)
+
+    return run
+
+
 def main():
     """Print a line for each rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=512)
     parser.add_argument("--parts", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--limit-mib", type=int)
+    parser.add_argument("--gspmd", type=int, metavar="DEVICES", help="instead of --parts, on JAX")
     arguments = parser.parse_args()
+    if arguments.gspmd:
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={arguments.gspmd}"
 
     import keras
-    import numpy as np
 
     import keras_hpc
 
-    keras_hpc.init(spatial=arguments.parts, keep_memory=False)
+    if not arguments.gspmd:
+        keras_hpc.init(spatial=arguments.parts, keep_memory=False)
     model = network(arguments.size)
-    rows = slice(*keras_hpc.part(arguments.size)), slice(*keras_hpc.part(arguments.size, axis=1))
+    part = keras_hpc.part if keras_hpc.is_initialized() else lambda extent, axis=0: (0, extent)
+    rows = slice(*part(arguments.size)), slice(*part(arguments.size, axis=1))
     row = (arguments.size, 18)
     x = np.stack([np.random.default_rng(n).random(row, "float32")[rows[1]] for n in range(arguments.size)[rows[0]]])[
         None
     ]
     y = np.ones((1, arguments.size // 64, arguments.size // 64, 1), "float32")
     before = memory("VmRSS")
-    model.train_on_batch(x, y)
-    seconds = []
+    if arguments.limit_mib:
+        limit_memory(arguments.limit_mib)
+    step = sharded_step(model, arguments.gspmd, x, y) if arguments.gspmd else lambda: float(model.train_on_batch(x, y))
+    step()
+    seconds, cpu = [], []
     for _ in range(arguments.steps):
-        begin = time.perf_counter()
-        loss = float(model.train_on_batch(x, y))
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        loss = step()
         seconds.append(time.perf_counter() - begin)
+        cpu.append(time.process_time() - begin_cpu)
     print(
-        f"{keras.backend.backend()}, {arguments.size} x {arguments.size}, parts {arguments.parts}, rank "
-        f"{keras_hpc.rank()}: {np.median(seconds):.3f} s a step (least {min(seconds):.3f}), "
+        f"{keras.backend.backend()}, {arguments.size} x {arguments.size}, "
+        + (f"GSPMD on {arguments.gspmd} devices" if arguments.gspmd else f"parts {arguments.parts}, rank {_rank()}")
+        + f": {np.median(seconds):.3f} s a step (least {min(seconds):.3f}; CPU {np.median(cpu):.3f}), "
         f"{memory('VmHWM') - before:.0f} MiB; loss {loss:.5f}",
         flush=True,
     )
+
+
+def _rank():
+    import keras_hpc
+
+    return keras_hpc.rank()
 
 
 if __name__ == "__main__":
