@@ -4,7 +4,7 @@
 import keras
 import numpy as np
 import pytest
-from keras_cases import Parts, assert_like_one_rank, data, dense, job
+from keras_cases import Parts, assert_identical, assert_like_one_rank, data, dense, job, on_one_rank, values
 from mpi4py import MPI
 
 import keras_hpc
@@ -50,3 +50,30 @@ def test_training_equals_one_rank():
         return model.fit(Parts(*arrays, whole=whole), epochs=3, shuffle=False, verbose=0).history
 
     assert_like_one_rank(make, train)
+
+
+def test_a_model_in_parts():
+    """Rows go between nodes as messages, and inside of one by its memory."""
+
+    def train():
+        keras.utils.set_random_seed(3)
+        layers = keras.layers
+        model = keras.Sequential([
+            keras.Input((23, 6, 2)), layers.Conv2D(4, 5, strides=2, padding="same", activation="tanh"),
+            layers.BatchNormalization(), layers.Conv2D(4, 3, padding="same"),
+            layers.GlobalMaxPooling2D(), layers.Dense(3),
+        ])  # fmt: skip
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+        rng = np.random.default_rng(0)
+        x, y = rng.normal(size=(6, 23, 6, 2)).astype("float32"), rng.normal(size=(6, 3)).astype("float32")
+        model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        return values(model)
+
+    keras_hpc.finalize()
+    keras_hpc.init(spatial=MPI.COMM_WORLD.size)
+    assert keras_hpc.node_count() == 2
+    expected = on_one_rank(train)
+    found = train()
+    assert_identical(found)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
