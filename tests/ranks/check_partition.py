@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranges import assert_even
 
 from keras_hpc.keras_hooks.data.partition import Partition, Shard, deal
 
@@ -24,12 +25,7 @@ def shards(size, batch="local"):
 @settings(deadline=None)
 @given(count=st.integers(0, 200), size=SIZES)
 def test_parts_are_contiguous_and_even(count, size):
-    parts = [shard.part(count) for shard in shards(size)]
-    assert parts[0][0] == 0
-    assert parts[-1][1] == count
-    assert all(left[1] == right[0] for left, right in itertools.pairwise(parts))
-    counts = [stop - start for start, stop in parts]
-    assert max(counts) - min(counts) <= 1
+    assert_even([shard.part(count) for shard in shards(size)], count)
 
 
 def test_an_odd_global_batch_gives_the_first_ranks_one_more():
