@@ -6,6 +6,9 @@ MPI ?= mpich
 # For the PyTorch backend. Pinned here, and only here, because an open range may take a build with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
 LINTERS := ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
+# The last ones that Python 3.11 can have.
+DOCS := sphinx==9.0.4 myst-nb==1.4.0 furo==2025.12.19
+WHEELS := build==1.6.1 auditwheel==6.8.2 wheel==0.48.0
 PYTEST_ARGS ?=
 
 VENV ?= .venv
@@ -15,7 +18,7 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native examples/c benchmarks/gpu -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sanitize soak test-oldest test-mpi gan3d largebatch mesh bench bench-hosts bench-peers simulate timelines lint format clean
+.PHONY: help demo test sanitize soak test-oldest test-mpi gan3d largebatch mesh bench bench-hosts bench-peers simulate timelines docs wheels lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -85,6 +88,13 @@ bench-peers: $(VENV)/stamp-test  ## training steps beside mpi4py, DDP and DataPa
 	  cp results/peers/$$model.json docs/performance/peers-$$model.json || status=1; done; \
 	$(PAGE) && exit $$status
 
+docs: $(VENV)/stamp-docs  ## build the documentation site in docs/_build/html, without a warning
+	KERAS_BACKEND=tensorflow $(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+wheels: $(VENV)/stamp-wheels  ## a source archive and wheels for the Pythons found, in dist/; for aarch64 with its compiler
+	$(BIN)/python packaging/wheels.py
+
 lint: $(VENV)/stamp-test $(VENV)/stamp-lint  ## ruff, clang-format, mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -97,7 +107,7 @@ format: $(VENV)/stamp-lint  ## let ruff and clang-format rewrite the sources
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
 clean:  ## remove builds, caches and results; the environment stays (rm -r $(VENV) removes it)
-	rm -rf build dist results .mypy_cache .pytest_cache .ruff_cache .hypothesis $(VENV)/stamp-*
+	rm -rf build dist results docs/_build docs/reference/commands.md .mypy_cache .pytest_cache .ruff_cache .hypothesis $(VENV)/stamp-*
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -121,4 +131,12 @@ $(VENV)/stamp-test: $(VENV)/stamp-demo
 
 $(VENV)/stamp-lint: Makefile | $(VENV)/bin/python
 	$(PIP) $(LINTERS)
+	touch $@
+
+$(VENV)/stamp-docs: Makefile $(VENV)/stamp-demo
+	$(PIP) $(DOCS)
+	touch $@
+
+$(VENV)/stamp-wheels: Makefile | $(VENV)/bin/python
+	$(PIP) $(WHEELS)
 	touch $@

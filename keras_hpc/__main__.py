@@ -9,18 +9,24 @@ import keras_hpc
 from keras_hpc.tools import bench, demo, doctor, migrate, plan, run, template
 
 
-def main() -> int:
-    """Run the subcommand that the command line names, and return the exit status."""
-    as_module = Path(sys.argv[0]).name == "__main__.py"
-    parser = argparse.ArgumentParser(
-        prog="python -m keras_hpc" if as_module else "keras-hpc",
-        description="Tools of keras_hpc. Each has a --help of its own.",
-    )
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """Return the parser of the command line.
+
+    Args:
+        prog: what it was started as.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description="Tools of keras_hpc. Each has a --help of its own.")
     parser.add_argument("--version", action="version", version=f"keras_hpc {keras_hpc.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for tool in (demo, doctor, run, plan, bench, template, migrate):
         tool.add_command(commands)
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    """Run the subcommand that the command line names, and return the exit status."""
+    as_module = Path(sys.argv[0]).name == "__main__.py"
+    arguments = make_parser("python -m keras_hpc" if as_module else "keras-hpc").parse_args()
     status: int = arguments.run(arguments)
     return status
 

@@ -21,6 +21,8 @@ PAGES = [
     "examples/gan3d/README.md",
     "examples/c/README.md",
 ]
+# Pages whose snippets share one job: each takes milliseconds, frameworks seconds to start.
+SITE = [str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*/*.md"))]
 # A snippet that shows only what to add to a script gets the script from here.
 PREAMBLE = """
 import keras
@@ -34,7 +36,7 @@ model.compile("sgd", "mse")
 
 
 def _blocks():
-    for page in PAGES:
+    for page in PAGES + SITE:
         text = (ROOT / page).read_text()
         for number, (language, code) in enumerate(re.findall(r"^```(python|bash)\n(.*?)^```", text, re.M | re.S), 1):
             if language == "bash":
@@ -46,7 +48,9 @@ def _blocks():
 
 
 def _snippets_of(page):
-    return [block.values[2] for block in _blocks() if block.values[:2] == (page, "python")]
+    """Those of a page, or of all that share a job with it."""
+    pages = SITE if page in SITE else [page]
+    return [block.values[2] for block in _blocks() if block.values[0] in pages and block.values[1] == "python"]
 
 
 def _job_of(page):
@@ -66,13 +70,13 @@ def snippets(tmp_path_factory):
     """A function that returns how the job of a page's snippets ended, and its folder."""
 
     @functools.cache
-    def done(page):
+    def run(page):
         folder = tmp_path_factory.mktemp("snippets")
         (folder / "train.py").write_text(_job_of(page))
         backend = "torch" if page == "docs/spatial.md" else "jax"
         return _run("mpiexec -n 2 python train.py", folder, backend, lean=True), folder
 
-    return done
+    return lambda page: run(SITE[0] if page in SITE else page)
 
 
 def _run(command, folder, backend, lean):
@@ -97,6 +101,8 @@ def test_block(page, language, code, tmp_path, snippets):
     elif code.startswith("make "):
         # What `make test` is running right now cannot be run by it: see that the target exists.
         folder, command = ROOT, code.replace("make ", "make --dry-run ")
+    elif code == "keras-hpc demo":  # tests/test_console.py runs it
+        command = "keras-hpc demo --help"
     elif code.startswith("pip install "):
         folder, command = ROOT, code.replace("pip install ", "pip install --dry-run --no-deps --no-build-isolation ")
     else:

@@ -39,9 +39,11 @@ def test_mpiexec_and_keras_hpc_run_in_a_batch_job(slurm, check_report, tmp_path)
 
 @pytest.mark.soak
 def test_the_template(slurm, check_report, tmp_path):
-    template = subprocess.run([sys.executable, "-m", "keras_hpc", "template", "slurm"], capture_output=True, check=True)
-    (tmp_path / "job.sh").write_text(template.stdout.decode().replace("train.py", f"{TRAIN} report.json"))
-    slurm(2, f"sbatch --nodes=2 --ntasks-per-node=1 --cpus-per-task=1 {BATCH}")
+    options = ["--nodes", "2", "--cores-per-rank", "1", "--time", "0:20:00", "--script", f"{TRAIN} report.json"]
+    command = [sys.executable, "-m", "keras_hpc", "template", "slurm", *options]
+    template = subprocess.run(command, capture_output=True, check=True)
+    (tmp_path / "job.sh").write_text(template.stdout.decode())
+    slurm(2, f"sbatch {BATCH}")
     check_report("report.json", nodes=2, per_node=1)
 
 

@@ -1,16 +1,17 @@
 #!/bin/bash
 # PBS: edit, then `qsub job.sh`.
-#PBS -N train
+#PBS -N @JOB@
+@ACCOUNT@
+@QUEUE@
 #PBS -j oe
-#PBS -l walltime=01:00:00
+#PBS -l walltime=@HH:MM:SS@
 # mpiprocs: ranks of a node, one for each GPU, or, on CPUs, one or a few (one for each NUMA domain is a good start).
 # ncpus: all cores of a node; they are shared among its ranks. GPUs: add :ngpus=1 for each rank.
-#PBS -l select=4:ncpus=32:mpiprocs=1
+#PBS -l select=@NODES@:ncpus=@NODE_CORES@:mpiprocs=@RANKS@@GPUS@
 #PBS -l place=scatter:excl
 
 cd "$PBS_O_WORKDIR" || exit
-# module load ...
-# source /path/to/environment/bin/activate
+@ENVIRONMENT@
 
 # The file names a host once for each of its ranks: a:2,b:2.
 hosts=$(awk '!n[$1]++ { name[++k] = $1 } END { for (i = 1; i <= k; i++) printf "%s%s:%d", (i > 1 ? "," : ""), name[i], n[name[i]] }' "$PBS_NODEFILE")
@@ -19,4 +20,4 @@ hosts=$(awk '!n[$1]++ { name[++k] = $1 } END { for (i = 1; i <= k; i++) printf "
 # I_MPI_HYDRA_BOOTSTRAP_EXEC=pbs_tmrsh (Intel MPI), PRTE_MCA_plm_ssh_agent=pbs_tmrsh (Open MPI).
 # Gives each rank its cores, and sets OMP_NUM_THREADS to their number less one for the communication thread. Where there
 # is a GPU for each rank, it gets that, and the cores beside it.
-python -m keras_hpc run --hosts "$hosts" train.py
+python -m keras_hpc run --hosts "$hosts" @SCRIPT@

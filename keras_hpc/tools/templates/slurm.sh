@@ -1,17 +1,19 @@
 #!/bin/bash
 # Slurm: edit, then `sbatch job.sh`.
-#SBATCH --job-name=train
+#SBATCH --job-name=@JOB@
 #SBATCH --output=%x-%j.txt
-#SBATCH --time=01:00:00
-#SBATCH --nodes=4
+#SBATCH --time=@HH:MM:SS@
+#SBATCH --nodes=@NODES@
+@ACCOUNT@
+@QUEUE@
 # Ranks of a node: one for each GPU, or, on CPUs, one or a few (one for each NUMA domain is a good start).
-#SBATCH --ntasks-per-node=1
+#SBATCH --ntasks-per-node=@RANKS@
 # Cores of a rank: those of the node divided by its ranks.
-#SBATCH --cpus-per-task=32
+#SBATCH --cpus-per-task=@CORES@
 # A GPU for each rank, and the cores beside it: where a site binds them otherwise, init() chooses among all of a node
 # (--gpus-per-node instead of these two).
-##SBATCH --gpus-per-task=1
-##SBATCH --gres-flags=enforce-binding
+@GPUS@#SBATCH --gpus-per-task=1
+@GPUS@#SBATCH --gres-flags=enforce-binding
 ##SBATCH --exclusive
 # With callbacks.Checkpoint (the signal ends other programs): into the queue again after preemption or the failure of a
 # node, and by the end of this script when time is nearly over, of which SIGUSR1 warns the ranks 120 seconds before.
@@ -19,8 +21,7 @@
 ##SBATCH --open-mode=append
 ##SBATCH --signal=USR1@120
 
-# module load ...
-# source /path/to/environment/bin/activate
+@ENVIRONMENT@
 
 # One core of each rank is for its communication thread. init() limits the threads of TensorFlow and JAX itself.
 cores=${SLURM_CPUS_PER_TASK:-1}
@@ -33,8 +34,8 @@ interrupted=checkpoints/run/interrupted
 rm -f "$interrupted"
 
 # pmi2: MPICH and Intel MPI. pmix: Open MPI. cray_shasta: Cray MPICH. `srun --mpi=list` shows what your site has.
-# `python -m keras_hpc run train.py` instead of this line finds out by itself.
-srun --mpi=pmi2 --cpu-bind=cores --cpus-per-task="$cores" python train.py
+# `keras-hpc run @SCRIPT@` instead of this line finds out by itself.
+srun --mpi=pmi2 --cpu-bind=cores --cpus-per-task="$cores" python @SCRIPT@
 status=$?
 if [ -e "$interrupted" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit $status

@@ -1,0 +1,103 @@
+"""Wheels of `make wheels`: built, installed where nothing else is, and trained with."""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from launch import ROOT, child_environment
+
+VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "keras_hpc" / "__init__.py").read_text(), re.M)[1]
+TRAIN = """
+import keras
+import numpy as np
+import keras_hpc
+keras_hpc.init()
+x = np.random.default_rng(0).normal(size=(256, 8)).astype("float32")
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+model.compile("adam", "mse")
+model.fit(x, x.sum(axis=1), epochs=2, verbose=0)
+keras_hpc.check_replicas(model)
+print("rank", keras_hpc.rank(), "of", keras_hpc.size(), "agrees, from", keras_hpc.__file__)
+"""
+
+
+def test_the_version_stands_in_one_place():
+    assert f'version: "{VERSION}"' in (ROOT / "CITATION.cff").read_text()
+    assert re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == VERSION
+    assert f'version: "{VERSION}"' in (ROOT / "packaging" / "conda-forge" / "recipe.yaml").read_text()
+    assert f"v{VERSION}.tar.gz" in (ROOT / "packaging" / "spack" / "package.py").read_text()
+    (easyconfig,) = (ROOT / "packaging" / "easybuild").glob("*.eb")
+    assert f"version = '{VERSION}'" in easyconfig.read_text()
+    assert f"-{VERSION}-" in easyconfig.name
+
+
+def _run(command, folder, env=None, timeout=600):
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, cwd=folder, env=env, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.soak
+def test_source_archive_builds_without_network(tmp_path):
+    """From build requirements of pinned versions, downloaded before."""
+    _run([sys.executable, "-m", "pip", "download", "--quiet", "--dest", tmp_path / "wheels",
+          "--requirement", ROOT / "packaging" / "build-requirements.txt"], tmp_path)  # fmt: skip
+    _run([sys.executable, "-m", "venv", tmp_path / "venv"], tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    offline = ["--quiet", "--no-index", "--find-links", tmp_path / "wheels"]
+    _run(
+        [python, "-m", "pip", "install", *offline, "--requirement", ROOT / "packaging" / "build-requirements.txt"],
+        tmp_path,
+    )
+    _run([python, "-c", "from scikit_build_core.build import build_sdist; build_sdist('dist')"], ROOT)
+    archive = ROOT / "dist" / f"keras_hpc-{VERSION}.tar.gz"
+    with tarfile.open(archive) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+    assert {"native/CMakeLists.txt", "keras_hpc/tools/demo/digits.npz", "LICENSE", "README.md"} <= names
+    env = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    _run(
+        [python, "-m", "pip", "wheel", *offline, "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, archive],
+        tmp_path,
+        env,
+        1200,
+    )
+    assert list(tmp_path.glob("keras_hpc-*.whl"))
+
+
+@pytest.mark.soak
+@pytest.mark.mpi
+def test_wheels_are_clean_and_train_in_a_bare_environment(tmp_path):
+    pytest.importorskip("auditwheel", reason="make wheels installs it")
+    _run(
+        [sys.executable, ROOT / "packaging" / "wheels.py", "--no-sdist", "--out", tmp_path / "dist"], ROOT, timeout=1500
+    )
+    wheels = list((tmp_path / "dist").glob("*.whl"))
+    here = [wheel for wheel in wheels if os.uname().machine in wheel.name]
+    assert here
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as file:
+            names = file.namelist()
+        assert "keras_hpc/tools/demo/digits.npz" in names
+        assert sum(name.endswith(".so") for name in names) == 4, "nothing of others is copied in"
+        assert [name for name in names if name.startswith(("tests/", "benchmarks/", "examples/"))] == []
+    tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    (wheel,) = [one for one in here if f"-{tag}-" in one.name or ("abi3" in one.name and sys.version_info >= (3, 12))]
+    _run([sys.executable, "-m", "venv", tmp_path / "venv"], tmp_path)
+    _run([tmp_path / "venv" / "bin" / "pip", "install", "--quiet", f"{wheel}[jax,mpich]"], tmp_path, timeout=900)
+    (tmp_path / "train.py").write_text(TRAIN)
+    console = tmp_path / "venv" / "bin" / "keras-hpc"
+    env = child_environment("jax")
+    assert f"keras_hpc             {VERSION} in {tmp_path}" in _run([console, "doctor"], tmp_path, env)
+    said = _run([console, "run", "-n", "2", "train.py"], tmp_path, env)
+    assert sorted(line[:15] for line in said.splitlines() if " agrees, from " in line) == [
+        "[0] rank 0 of 2",
+        "[1] rank 1 of 2",
+    ]
+    assert Path(sys.prefix).name not in said.partition("from ")[2]
