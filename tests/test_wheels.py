@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -69,6 +70,36 @@ def test_source_archive_builds_without_network(tmp_path):
         1200,
     )
     assert list(tmp_path.glob("keras_hpc-*.whl"))
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(
+    not (shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64-static")),
+    reason="needs g++-aarch64-linux-gnu and qemu-user-static",
+)
+def test_engine_of_the_other_machine_reduces(tmp_path):
+    """Emulated, ranks as threads: the library of the wheel, and a program that was compiled with it."""
+    pytest.importorskip("auditwheel", reason="make wheels installs it")
+    _run([sys.executable, ROOT / "packaging" / "wheels.py", "--no-sdist", "--arch", "aarch64", "--out", tmp_path], ROOT,
+         timeout=1500)  # fmt: skip
+    (wheel,) = tmp_path.glob("*aarch64.whl")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path)
+    flags = ["-std=c++17", "-O1", "-pthread", f"-I{ROOT / 'native'}", f"-I{ROOT / 'native' / 'include'}"]
+    flags += ["-Lkeras_hpc", "-Wl,-rpath,$ORIGIN/keras_hpc"]
+    source = ROOT / "tests" / "native" / "two_teams.cpp"
+    _run(["aarch64-linux-gnu-g++", *flags, "-o", "two_teams", source, "-lkeras_hpc", "-ldl"], tmp_path)
+    done = subprocess.run(
+        ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu", "./two_teams"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=600,
+        check=False,
+    )
+    # Its last part has time limits of 20 ms, which an emulator may miss.
+    assert len(re.findall(r"^\d ranks, \d threads for each team: done$", done.stdout, re.M)) == 9, done
+    assert "wrong" not in done.stderr
 
 
 @pytest.mark.soak
