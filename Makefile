@@ -33,7 +33,7 @@ test: $(VENV)/stamp-test  ## all tests, ranks started by mpiexec included
 sanitize: $(VENV)/stamp-test  ## the engine under ThreadSanitizer, and with MPI under AddressSanitizer; an hour
 	$(BIN)/python -m pytest -m soak tests/test_sanitizer.py $(PYTEST_ARGS)
 
-soak: $(VENV)/stamp-test  ## the tests that `make test` leaves out because they take long
+soak: $(VENV)/stamp-test $(VENV)/stamp-docs $(VENV)/stamp-wheels  ## the tests that `make test` leaves out because they take long
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
 test-oldest:  ## the tests with the oldest Keras, TensorFlow and JAX that are supported, in .venv-oldest

@@ -57,8 +57,8 @@ def test_source_archive_builds_without_network(tmp_path):
         [python, "-m", "pip", "install", *offline, "--requirement", ROOT / "packaging" / "build-requirements.txt"],
         tmp_path,
     )
-    _run([python, "-c", "from scikit_build_core.build import build_sdist; build_sdist('dist')"], ROOT)
-    archive = ROOT / "dist" / f"keras_hpc-{VERSION}.tar.gz"
+    _run([python, "-c", f"from scikit_build_core.build import build_sdist; build_sdist({str(tmp_path)!r})"], ROOT)
+    archive = tmp_path / f"keras_hpc-{VERSION}.tar.gz"
     with tarfile.open(archive) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     assert {"native/CMakeLists.txt", "keras_hpc/tools/demo/digits.npz", "LICENSE", "README.md"} <= names
