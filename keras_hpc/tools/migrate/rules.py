@@ -276,7 +276,7 @@ class _Changes(Script):
         if name in SAME and not isinstance(parent, ast.Attribute):
             self._source.replace(node, f"keras_hpc.{SAME[name]}")  # a function that is handed on
         elif name.split(".")[0] == "elastic":
-            self._mark(node, "there are no elastic jobs: keras_hpc.callbacks.Checkpoint goes on where a job was ended")
+            self._mark(node, "elastic jobs are keras-hpc run --elastic with keras_hpc.callbacks.Checkpoint")
         elif name.split(".")[0] == "Compression":
             self._mark(node, COMPRESSION)
         else:
