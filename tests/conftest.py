@@ -39,6 +39,8 @@ LONG = [
     "tests/test_doctor.py",
     "tests/test_watchdog.py",
     "tests/test_resume.py",
+    "tests/test_console.py",
+    "tests/test_migrate.py",
     "tests/test_jets.py",
     "tests/test_memory.py",
     "tests/test_gan3d_networks.py",
