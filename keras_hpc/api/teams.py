@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from keras_hpc.job import current, launch, log
 from keras_hpc.job.current import team_number
-from keras_hpc.job.schedule import Schedule
+from keras_hpc.job.schedule import Local, Schedule
 from keras_hpc.job.team import NonMemberTeam, Team, make_team
 
 _MIN_BUCKET, _MAX_BUCKET = 4096, 2**30  # bytes
@@ -17,7 +17,7 @@ _MIN_BUCKET, _MAX_BUCKET = 4096, 2**30  # bytes
 def configure_team(
     team: int = 0,
     *,
-    schedule: Literal["synchronous", "pipelined"] = "synchronous",
+    schedule: Literal["synchronous", "pipelined", "local"] = "synchronous",
     synchronous_steps: int | float = 0,
     cooldown_steps: int | float = 0,
     max_steps: int | None = None,
@@ -25,6 +25,12 @@ def configure_team(
     bucket_bytes: int | None = None,
     report_every: int | None = None,
     ranks: Sequence[int] | None = None,
+    every: int | Literal["epoch"] | None = None,
+    outer: Literal["nesterov"] | None = None,
+    outer_rate: float | None = None,
+    outer_momentum: float | None = None,
+    average_optimizer: bool = False,
+    overlap_steps: int = 0,
 ) -> None:
     """Says how a team reduces gradients. Call it before the first step of its models. Collective on the team.
 
@@ -34,9 +40,15 @@ def configure_team(
     `save` and checkpoint callbacks, and, where steps become synchronous again, before that step's own average. Stale
     gradients can cost accuracy: begin synchronously, and end so.
 
+    "local" (local SGD, arXiv:1805.09767): ranks apply their own gradients and send nothing; every so many steps their
+    weights become the mean over ranks, weighted by the samples that each has seen since the last time. At the end of
+    `fit`, before `evaluate`, `predict`, `save` and checkpoint callbacks, and in `drain`, weights and what optimizers
+    keep are averaged, too: then all ranks hold the same. `save` is collective in the middle of a period. Losses, sample
+    weights and masks are those of each rank's own batch.
+
     Args:
         team: number of the team.
-        schedule: "synchronous" or "pipelined".
+        schedule: "synchronous", "pipelined" or "local".
         synchronous_steps: steps at the start of each `fit` that are synchronous, a number, or a fraction (a float) of
             its steps. With gradient accumulation, updates are counted.
         cooldown_steps: likewise at the end.
@@ -51,6 +63,17 @@ def configure_team(
         ranks: the ranks of the job that belong to the team, in ascending order: its models are broadcast, reduced and
             shared out among them alone, and no other rank may use them. Collective on all ranks of the job then. Not
             for team 0, which always has all of them. None: as they are.
+        every: with "local", after how many steps weights are averaged, counted from the last time; "epoch": at the end
+            of each epoch of `fit` (DeepEx), and where `drain` is called. With gradient accumulation, updates.
+        outer: with "local", what is done with the average of the weights: None takes it as it is; "nesterov" takes the
+            way from the weights at the period's start to it as a gradient for SGD with Nesterov momentum, as in DiLoCo
+            (arXiv:2311.08105): d = start - average, v = momentum v + d, weights = start - rate (d + momentum v).
+        outer_rate: its learning rate. None: 0.7.
+        outer_momentum: its momentum. None: 0.9.
+        average_optimizer: with "local", whether what optimizers keep for each weight (momenta) is averaged with it;
+            else it is each rank's own until the end.
+        overlap_steps: with "local", so many steps run while an average is on its way; what they change is kept:
+            weights = weights + (average - weights that were sent). Fewer than `every`. 0: steps wait for it.
 
     Raises:
         ValueError: an argument is not as described.
@@ -58,7 +81,7 @@ def configure_team(
         PlanMismatchError: ranks pass different arguments.
     """
     members = team_number(team)
-    if current.job().group is not None and (schedule == "pipelined" or ranks is not None):
+    if current.job().group is not None and (schedule != "synchronous" or ranks is not None):
         raise ValueError(
             "With init(spatial=) a team is synchronous and has all ranks so far. Received: "
             f"schedule={schedule!r}, ranks={ranks!r}"
@@ -68,8 +91,9 @@ def configure_team(
             "With init(virtual_ranks=) a team is synchronous, has all ranks, and gradients travel as they are. "
             f"Received: schedule={schedule!r}, ranks={ranks!r}, wire_dtype={wire_dtype!r}"
         )
-    if schedule not in ("synchronous", "pipelined"):
-        raise ValueError(f"`schedule` is 'synchronous' or 'pipelined'. Received: schedule={schedule!r}")
+    if schedule not in ("synchronous", "pipelined", "local"):
+        raise ValueError(f"`schedule` is 'synchronous', 'pipelined' or 'local'. Received: schedule={schedule!r}")
+    local = Local.of(schedule, every, outer, outer_rate, outer_momentum, average_optimizer, overlap_steps)
     for name, steps in (("synchronous_steps", synchronous_steps), ("cooldown_steps", cooldown_steps)):
         whole = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0
         if not whole and not (isinstance(steps, float) and 0 <= steps <= 1):
@@ -95,7 +119,7 @@ def configure_team(
     if isinstance(members, NonMemberTeam):
         return
     _check_unused(members)
-    chosen = Schedule(schedule, synchronous_steps, cooldown_steps, max_steps)
+    chosen = Schedule(schedule, synchronous_steps, cooldown_steps, max_steps, local)
     members.agree("The arguments of keras_hpc.configure_team", [f"{chosen}, {wire_dtype=!s}, {bucket_bytes=}"])
     members.schedule, members.report_every = chosen, report_every
     if chosen.pipelined and members.node_count == 1 < members.size and members.rank == 0:
@@ -107,7 +131,7 @@ def configure_team(
         members.bucket_bytes = bucket_bytes
     if wire_dtype is not None:
         members.wire_dtype = None if wire_dtype == "float32" else wire_dtype
-    current.job().delayed = any(t.schedule.pipelined for t in current.job().teams)
+    current.job().delayed = any(t.schedule.kind != "synchronous" for t in current.job().teams)
 
 
 def _check_unused(team: Team) -> None:
@@ -154,15 +178,15 @@ def _restrict(index: int, ranks: Sequence[int]) -> Team:
 
 
 def drain(model: Any) -> None:
-    """Apply the averages that pipelined teams still hold back from a model's variables. Collective.
+    """Apply the averages that pipelined teams still hold back from a model's variables, or average them. Collective.
 
-    `fit`, `evaluate` and `predict` do so themselves. For loops around `train_on_batch`: before they keep the state of a
-    training, and at their end.
+    Of teams with local steps it averages weights, what optimizers keep, and statistics. `fit`, `evaluate` and `predict`
+    do so themselves. For loops of your own: before they keep the state of a training, and at their end.
     """
-    from keras_hpc.keras_hooks import delayed
+    from keras_hpc.keras_hooks import settling
 
     current.job()
-    delayed.drain(model)
+    settling.settle(model, statistics=True)
 
 
 def check_wire(wire_dtype: Any) -> None:

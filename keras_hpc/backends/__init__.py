@@ -69,6 +69,20 @@ def shapes_of(exchange: Any, shape: Sequence[int | None], axis: int) -> tuple[tu
     return tuple(shape), tuple(window)
 
 
+def local_steps() -> ModuleType:
+    """Return the module for local steps with the Keras backend in use.
+
+    Each has the same functions; `mode`, a number or a scalar tensor, is what a step has to do, and `due` says whether:
+
+    - `begin(plan, samples, gradient)`: begin a step; returns a gradient in the place of the one given, and the mode.
+    - `set_anchors(plan, mode, due, values)`: give the engine the weights `values()`; returns the mode to go on with.
+    - `average(plan, due, variables)`: give variables what a plan makes of their values.
+    - `choose(due, average, gradients)`: the gradients, or `average(active)` of them.
+    - `update_if(due, update, otherwise, kept)`: an update, or something else that leaves variables as they are.
+    """
+    return importlib.import_module(f"{current().__name__}_local")
+
+
 def library_path(name: str) -> str:
     """Return the path of a native library of ours, which lies beside the extension module.
 

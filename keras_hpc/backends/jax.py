@@ -36,6 +36,7 @@ PLATFORM_OF_GPU = "gpu"
 _START, _DONE = "khpc_jax_start", "khpc_jax_done"
 _TURN, _SECOND = "khpc_jax_turn", "khpc_jax_second"
 _ALLREDUCE = "khpc_jax_allreduce"
+_LOCAL = "khpc_jax_local_begin", "khpc_jax_local_anchor"
 _START_ON, _WAIT_ON = "khpc_jax_start_on", "khpc_jax_wait_on"
 _TURN_ON, _SECOND_ON = "khpc_jax_turn_on", "khpc_jax_second_on"
 _ALLREDUCE_ON = "khpc_jax_allreduce_on"
@@ -60,7 +61,7 @@ def load() -> None:
         )
     path = library_path("keras_hpc_jax")
     library = ctypes.CDLL(path)
-    on_host = (_START, _DONE, _TURN, _SECOND, _ALLREDUCE, jax_exchange.TARGET)
+    on_host = (_START, _DONE, _TURN, _SECOND, _ALLREDUCE, jax_exchange.TARGET, *_LOCAL)
     on_gpu = (_START_ON, _WAIT_ON, _TURN_ON, _SECOND_ON, _ALLREDUCE_ON)
     platform = "cpu" if devices[0].platform == "cpu" else "CUDA"
     for name in on_host if number_of_gpu() is None else on_gpu:

@@ -45,7 +45,7 @@ class Job:
         batch: whether `batch_size` means one rank's batch ("local") or the batch of all ranks together ("global").
         timeout_seconds: limit of every wait for other ranks.
         check_replicas_every: so many steps of a model; None: never.
-        delayed: whether a team is pipelined: then one rank alone has something to do, too.
+        delayed: whether a team is not synchronous: then one rank alone has something to do, too.
         guard: the `exit.Guard` of this process.
         group: the `spatial.group.Group` of this rank; None: each rank computes whole samples.
         device: the `Device` that this rank computes on; None: the CPU.

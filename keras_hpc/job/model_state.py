@@ -51,7 +51,9 @@ class OptimizerState:
         synchronized: whether replicas of what it trains were made equal, or found so, in a loop of the user's own.
         in_segment: its plans whose tensors live in their segment, with whose gradients those are (PyTorch).
         delayed: its averages that come a step late, in the order of their first step.
-        window: how many steps of the running `fit` are synchronous, and how many then pipelined.
+        window: how many steps of the running `fit` are synchronous, and how many then are not.
+        local: the weights that it trains in local steps; None: it makes none, or has not begun.
+        local_mode: what the running local step of an optimizer of PyTorch has to do.
         restored: averages that an earlier process held back, by their place in `delayed`.
     """
 
@@ -59,6 +61,8 @@ class OptimizerState:
     in_segment: dict[tuple[Any, ...], tuple[Any, list[int]]] = dataclasses.field(default_factory=dict)
     delayed: list[Any] = dataclasses.field(default_factory=list)
     window: tuple[int, int] | None = None
+    local: Any = None
+    local_mode: Any = None
     restored: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 

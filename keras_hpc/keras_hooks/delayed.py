@@ -35,7 +35,7 @@ class DelayedAverage:
     scaled: bool  # whether the plan ends with the loss scale under which the gradients were computed
 
 
-def say_what_is_left() -> None:
+def say_what_is_late() -> None:
     """Tells the user of averages that no step has applied."""
     states = [state for _, state in current.job().known.optimizers()]
     late = sum(line.plan.outstanding() for state in states for line in state.delayed)

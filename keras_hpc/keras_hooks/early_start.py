@@ -5,7 +5,8 @@ TensorFlow and XLA see in their programs what can run beside what. PyTorch runs 
 `Optimizer.apply`; so its variables get hooks. Only in the `train_step` of Keras itself, where one backward pass is
 followed by one `apply` of its gradients: elsewhere, a gradient that has come may not be the one that is applied.
 
-With gradient accumulation and in pipelined teams, `apply` starts everything: what is reduced is known only there.
+With gradient accumulation, and in teams that are not synchronous, `apply` starts everything: what is reduced is known
+only there.
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ def wrap(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _starts_early(model: Any) -> bool:
     if model.optimizer is None or not model.trainable_variables or not current.active():
         return False
-    return not current.team_of(model.optimizer).schedule.pipelined and not optimizer.accumulates(model.optimizer)
+    return current.team_of(model.optimizer).schedule.kind == "synchronous" and not optimizer.accumulates(
+        model.optimizer
+    )
 
 
 def _hooks_of(model: Any) -> _Hooks:

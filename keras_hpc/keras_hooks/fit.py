@@ -10,7 +10,7 @@ The only file that changes Keras' trainer, its iterator over data and its list o
    epoch and on whether a callback may end training after any batch, and start with equal replicas (`replicas`).
 5. The first step makes equal what only a step builds. Each step reduces in `Optimizer.apply` (`optimizer`).
 6. The logs of an epoch are those of all ranks (`metrics`); validation is an `evaluate`.
-7. `on_epoch_end`: ranks agree whether to stop; a `Checkpoint` saves. At the end late averages are applied (`delayed`).
+7. `on_epoch_end`: ranks agree whether to stop; a `Checkpoint` saves. At the end all is made equal (`settling`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import numpy as np
 from keras_hpc.job import current, meter, resources
 from keras_hpc.keras_hooks import (
     building,
-    delayed,
     keras_private,
+    local_steps,
     losses,
     metrics,
     parts,
@@ -35,7 +35,9 @@ from keras_hpc.keras_hooks import (
     root_only,
     running,
     seeds,
+    settling,
     step_functions,
+    stopping,
 )
 from keras_hpc.keras_hooks.checkpoint.session import Session
 from keras_hpc.keras_hooks.data import predicting, sharding
@@ -96,7 +98,7 @@ def _fit(original: Method) -> Method:
             "fit",
             self,
             current.active(),
-            saves=any(map(root_only.saves, given)),
+            settles=any(map(root_only.saves, given)),
             initial_epoch=bound.arguments.get("initial_epoch", 0),
             session=session,
         )
@@ -105,6 +107,7 @@ def _fit(original: Method) -> Method:
                 return original(*bound.args, **bound.kwargs)
             if call.active:
                 guards.forget()
+                local_steps.check_callbacks(call, given)
                 root_only.drop(self, bound.arguments)
                 current.team_of(self).retire(current.job().known.gone)
             if session is not None:
@@ -116,7 +119,7 @@ def _fit(original: Method) -> Method:
             else:
                 result = original(*bound.args, **bound.kwargs)
             if call.active:
-                delayed.drain(self)
+                settling.settle(self)
                 seeds.agree(current.team_of(self), "Model.fit()")
             return result
 
@@ -138,7 +141,7 @@ def _evaluate(original: Method) -> Method:
             root_only.drop(self, bound.arguments)
             if bound.arguments.get("kwargs", {}).get("_use_cached_eval_dataset"):
                 call.adapter = self._eval_epoch_iterator.data_adapter
-            delayed.drain(self)
+            settling.settle(self)
             replicas.average_statistics(self)
             if not validates:
                 guards.forget()
@@ -162,7 +165,7 @@ def _predict(original: Method) -> Method:
                 return original(self, *args, **kwargs)
             bound = signature.bind(self, *args, **kwargs)
             root_only.drop(self, bound.arguments)
-            delayed.drain(self)
+            settling.settle(self)
             replicas.average_statistics(self)
             replicas.agree(self, "predict")
             result = predicting.predict(original, self, bound.arguments)
@@ -187,6 +190,8 @@ def _train_on_batch(original: Method) -> Method:
                 # Where one rank has done it alone, it waits here in vain: the report of it says what for.
                 current.team_of(self).meet("Model.train_on_batch() after compile() or load_weights()")
                 building.build(self, _batch_of(signature, self, args, kwargs))
+                if not replicas.was_synchronized(self):
+                    local_steps.forget_period(self)
                 replicas.synchronize(self)
             parts.check_same_samples(self, _batch_of(signature, self, args, kwargs))
             result = original(self, *args, **kwargs)
@@ -308,13 +313,21 @@ def _begin_together(call: running.Call, callbacks: Any) -> None:
     # A callback may have restored weights and the epoch to go on with, on the root alone.
     epoch = -1 if model._initial_epoch is None or team.rank > 0 else model._initial_epoch
     message = np.array(
-        [not building.is_built(model), any(map(root_only.may_stop, callbacks.callbacks)), epoch], np.int64
+        [
+            not building.is_built(model),
+            any(map(root_only.may_stop, callbacks.callbacks)),
+            epoch,
+            not replicas.was_synchronized(model),
+        ],
+        np.int64,
     )
     team.allreduce(message, op="max")
+    end_period = local_steps.forget_period if message[3] else settling.settle
+    end_period(model)  # a loop of the user's own may have left it apart, and somebody may have loaded weights since
     call.agree_each_batch = bool(message[1])
     model._initial_epoch = None if message[2] < 0 else int(message[2])
     left = call.epochs - max(model._initial_epoch or 0, call.initial_epoch)
-    delayed.plan_schedule(model, None if steps is None else steps * max(left, 0))
+    settling.plan_schedule(model, None if steps is None else steps * max(left, 0))
     if message[0]:  # the first step builds the rest, and then all is made equal
         current.job().known.model(model).synchronized = None
         if keras.backend.backend() == "torch" and not replicas.differ_in_kind(model):
@@ -342,8 +355,8 @@ def _on_train_batch_end(original: Method) -> Method:
         call = _fit_of(self)
         if call is None:
             return
-        if call.active and call.agree_each_batch:
-            _agree_to_stop(call)
+        if call.active and call.agree_each_batch and stopping.is_time_to_agree(call, batch):
+            stopping.agree(call)
         if call.session is not None:
             call.session.after_batch(self, batch)
 
@@ -354,23 +367,17 @@ def _on_epoch_end(original: Method) -> Method:
     @functools.wraps(original)
     def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
         call = _fit_of(self)
-        if call is not None and call.active and (call.saves or epoch + 1 >= call.epochs):
-            delayed.drain(call.model)
+        if call is not None and call.active and (call.settles or epoch + 1 >= call.epochs):
+            settling.settle(call.model)
         original(self, epoch, logs)
         if call is None:
             return
         if call.active:
             meter.after_step()  # JAX may have been ahead of its steps
-            _agree_to_stop(call)
+            stopping.agree(call)
             if call.model.stop_training:
-                delayed.drain(call.model)
+                settling.settle(call.model)
         if call.session is not None:
             call.session.after_epoch(self, epoch)
 
     return on_epoch_end
-
-
-def _agree_to_stop(call: running.Call) -> None:
-    stop = np.array([bool(call.model.stop_training)], np.int64)
-    current.team_of(call.model).allreduce(stop, op="max")
-    call.model.stop_training = bool(stop[0])

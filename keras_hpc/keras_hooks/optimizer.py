@@ -21,9 +21,9 @@ import keras
 import numpy as np
 
 from keras_hpc import backends
-from keras_hpc.job import current, log
+from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.keras_hooks import delayed, keras_private, replicas, running
+from keras_hpc.keras_hooks import delayed, first_update, keras_private, local_steps, running
 from keras_hpc.keras_hooks import variables as model_variables
 from keras_hpc.keras_hooks.virtual import guards
 
@@ -110,11 +110,13 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
         if inside:
             bound.arguments["grads"] = reduce_gradients(self, gradients, variables, None)
             return original(*bound.args, **bound.kwargs)
-        _make_equal(self, list(variables), stateless)
+        first_update.make_equal(self, list(variables), stateless)
         step = running.step()
         count = None if step is None else step.count
-        if step is None or step.model is None:
-            warn_of_equal_gradients(current.team_of(self), gradients)
+        if (step is None or step.model is None) and current.team_of(self).schedule.local is None:
+            first_update.warn_of_equal_gradients(current.team_of(self), gradients)
+        if current.team_of(self).schedule.local is not None:
+            return _apply_local(self, original, bound, gradients, list(variables), count)
         reduce_later = accumulates(self)
         here = pipelined and (not reduce_later or bool(self.gradient_accumulation_steps))
         if reduce_later or not pipelined:
@@ -144,7 +146,7 @@ def _reduces_in_deferral(optimizer: Any, pipelined: bool) -> bool:
 def _apply_pipelined(
     optimizer: Any, original: Callable[..., Any], bound: Any, gradients: list[Any], variables: Sequence[Any], count: Any
 ) -> Any:
-    key = _key(optimizer)
+    key = key_of(optimizer)
     team = current.team_of(_applying.optimizer or optimizer)
     if original.__name__ == "stateless_apply":
 
@@ -163,6 +165,25 @@ def _apply_pipelined(
     if optimizer.gradient_accumulation_steps:
         return delayed.apply_accumulated(team, optimizer, gradients, variables, key, update)
     return delayed.apply(team, optimizer, gradients, variables, count, key, update)
+
+
+def _apply_local(
+    optimizer: Any, original: Callable[..., Any], bound: Any, gradients: list[Any], variables: list[Any], count: Any
+) -> None:
+    def update(own: Sequence[Any]) -> None:
+        bound.arguments["grads"] = own
+        original(*bound.args, **bound.kwargs)
+
+    def average(active: Any) -> list[Any]:
+        return reduce_gradients(optimizer, gradients, variables, count, active)
+
+    _applying.optimizer = optimizer
+    try:
+        local_steps.apply(
+            current.team_of(optimizer), optimizer, gradients, variables, count, key_of(optimizer), average, update
+        )
+    finally:
+        _applying.optimizer = None
 
 
 def _as_tensor(gradient: Any) -> Any:
@@ -227,11 +248,11 @@ def reduce_gradients(
         _replace(result, means, backend.gradients_of(plan).reduce([gradients[i] for i in means], count))
     elif means:
         specs = [_spec(i, gradients[i], variables) for i in means]
-        plan = team.plan(_key(optimizer), specs, wire_dtype=team.wire_dtype)
+        plan = team.plan(key_of(optimizer), specs, wire_dtype=team.wire_dtype)
         _replace(result, means, backend.reduce(plan, [gradients[i] for i in means], weight=count, active=due))
     if maxima:
         specs = [_spec(i, gradients[i], variables) for i in maxima]
-        plan = team.plan(f"{_key(optimizer)}/maximum", specs, op="max", weighted=False)
+        plan = team.plan(f"{key_of(optimizer)}/maximum", specs, op="max", weighted=False)
         _replace(result, maxima, backend.reduce(plan, [gradients[i] for i in maxima], active=due))
     if sparse:
         share = _share(optimizer, count) / team.size
@@ -258,7 +279,7 @@ def plan_in_segment(optimizer: Any, gradients: Sequence[Any], variables: Sequenc
         specs = [_spec(index, gradients[index], variables) for index in means]
         specs.append(TensorSpec("which of them came", (len(means),), "float32"))
         device = backends.current().device_of(variables or gradients)
-        plan = team.plan(_key(optimizer), specs, wire_dtype=team.wire_dtype, in_segment=True, device=device)
+        plan = team.plan(key_of(optimizer), specs, wire_dtype=team.wire_dtype, in_segment=True, device=device)
         known[key] = plan, means
     return known[key]
 
@@ -323,14 +344,15 @@ def _share(optimizer: Any, count: Any) -> Any:
     return (mine / _exchange(optimizer, "count", mine, "mean"))[0]
 
 
-def _key(optimizer: Any) -> str:
+def key_of(optimizer: Any) -> str:
+    """Return the name of an optimizer's plans, the same on every rank."""
     return current.job().known.key_of(optimizer, "optimizer")
 
 
 def _exchange(optimizer: Any, name: str, tensor: Any, op: str) -> Any:
     team = current.team_of(_applying.optimizer or optimizer)
     specs = [TensorSpec(name, tuple(tensor.shape), keras.backend.standardize_dtype(tensor.dtype))]
-    plan = team.plan(f"{_key(optimizer)}/{name}", specs, op=op, weighted=False)
+    plan = team.plan(f"{key_of(optimizer)}/{name}", specs, op=op, weighted=False)
     return backends.current().reduce(plan, [tensor])[0]
 
 
@@ -347,49 +369,3 @@ def _refuse_outside_of_local() -> None:
             "A training step that was traced inside keras_hpc.local() runs outside of it. It would not average "
             "gradients. Trace it outside first, or make another tf.function or jax.jit of it for local()."
         )
-
-
-def warn_of_equal_gradients(team: Any, gradients: Sequence[Any]) -> None:
-    """Says once that all ranks have computed the same in a loop of the user's own. Collective."""
-    job = current.job()
-    if team.size == 1 or "equal gradients" in job.said:
-        return
-    known = [gradient for gradient in gradients if gradient is not None and not hasattr(gradient, "dense_shape")]
-    if not known or any(map(backends.current().is_traced, known)):
-        return
-    job.said.add("equal gradients")
-    everyone = team.allgather(model_variables.digests(known)[None])
-    if (everyone == everyone[0]).all() and team.rank == 0:
-        log.warning(
-            "All ranks have computed the same gradients: in a training loop of your own, each reads all of the data. "
-            "Give each rank its part: keras_hpc.shard(data)."
-        )
-
-
-def _make_equal(optimizer: Any, variables: list[Any], stateless: bool) -> None:
-    """Give replicas equal variables before the first update that `fit` and `train_on_batch` did not prepare."""
-    step = running.step()
-    backend = keras.backend.backend()
-    if backend == "torch":
-        # Gradients were computed already. In `fit`, replicas were made equal before.
-        if not replicas.is_synchronized(optimizer):
-            replicas.check_equal(optimizer, [*variables, *optimizer.variables])
-        return
-    model = None if step is None else step.model
-    if replicas.is_synchronized(optimizer if model is None else model):
-        return
-    if backend == "tensorflow":
-        import tensorflow as tf
-
-        with tf.init_scope():  # at trace time, before the traced function runs for the first time
-            if model is None or not tf.executing_eagerly():
-                replicas.synchronize_optimizer(optimizer, variables)
-            elif not replicas.is_synchronized(optimizer):
-                if not optimizer.built:
-                    optimizer.build(variables)
-                replicas.synchronize_optimizer(optimizer, variables)
-    elif model is None:
-        if stateless or keras_private.get(keras_private.IN_STATELESS_SCOPE)():
-            replicas.check_equal(optimizer, model_variables.trained_by(optimizer))
-        else:
-            replicas.synchronize_optimizer(optimizer, variables)

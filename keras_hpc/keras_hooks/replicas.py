@@ -20,6 +20,7 @@ from keras_hpc.keras_hooks.variables import (
     check_same,
     digests,
     held_optimizers,
+    known_apart,
     optimizers_of,
     per_rank_state,
     replicated_variables,
@@ -81,7 +82,9 @@ def synchronize(model: Any) -> bool:
     """
     team = current.team_of(model)
     seeds = [generator.state for generator in seed_generators(model)]
-    differed = broadcast_variables(team, [*replicated_variables(model), *accumulators(model), *seeds])
+    apart = known_apart()
+    shared = [v for v in (*replicated_variables(model), *accumulators(model), *seeds) if id(v) not in apart]
+    differed = broadcast_variables(team, shared)
     state = current.job().known.model(model)
     state.synchronized = len(replicated_variables(model))
     state.statistics_moved = 0
@@ -92,7 +95,9 @@ def synchronize(model: Any) -> bool:
 
 def synchronize_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     """Give all ranks the root's values of an optimizer and of what it trains, in a user's own loop. Collective."""
-    broadcast_variables(current.team_of(optimizer), unique([*variables, *optimizer.variables]))
+    apart = known_apart()
+    shared = [variable for variable in unique([*variables, *optimizer.variables]) if id(variable) not in apart]
+    broadcast_variables(current.team_of(optimizer), shared)
     current.job().known.optimizer(optimizer).synchronized = True
 
 
@@ -106,7 +111,7 @@ def check_equal(optimizer: Any, variables: Sequence[Any]) -> None:
     # `value` would be that of the trace; during `fit` there is none, and `fit` made replicas equal.
     variables = [variable for variable in variables if _value(variable) is not None]
     # Gradients that wait for more micro-batches are each rank's own; a checkpoint may have brought them.
-    own = {id(v) for one in (optimizer, *held_optimizers(optimizer)) for v in waiting(one)}
+    own = {id(v) for one in (optimizer, *held_optimizers(optimizer)) for v in waiting(one)} | known_apart()
     variables = [variable for variable in variables if id(variable) not in own]
     check_same(team, variables)
     everyone = team.allgather(digests([_value(variable) for variable in variables])[None])
@@ -164,6 +169,8 @@ def average_after_step(model: Any) -> None:
     `if rank() == 0: model.save(...)` needs no other rank.
     """
     variables = per_rank_state(model)
+    if current.team_of(model).schedule.local is not None:
+        return  # local steps send nothing: with the weights, before ranks look at them
     if variables:
         average(current.team_of(model), variables)
     if not accumulators(model):
@@ -238,6 +245,9 @@ def after_step(model: Any, results: Any) -> None:
     if before // every == now // every:
         return
     own = set(map(id, per_rank_state(model)))
+    if current.team_of(model).schedule.local is not None:  # of local steps JAX does not know yet whether they were
+        own |= set(map(id, model.trainable_variables))
+        own |= {id(variable) for optimizer in optimizers_of(model) for variable in optimizer.variables}
     wanted = [variable for variable in replicated_variables(model) if id(variable) not in own]
     held = _values_in(model, results)
     # The optimizer of another model may be among its attributes: what a step does not move, is what it was.

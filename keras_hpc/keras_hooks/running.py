@@ -61,8 +61,10 @@ class Call:
         active: whether it works together with other ranks.
         adapter: of the data that it reads; None in `train_on_batch` and `test_on_batch`.
         own_data: whether each rank evaluates data of its own, alone.
-        saves: whether a callback of the user's saves the model at the end of an epoch.
+        settles: whether weights must be equal at the end of an epoch, as a callback saves the model.
         agree_each_batch: whether a callback may stop training after any batch.
+        batches: of the epoch, after which ranks were at the last look.
+        wants_to_stop: whether a callback of this rank has ended training where ranks did not ask each other.
         initial_epoch: number of the first epoch.
         epochs: number of the last epoch, plus one.
         session: the `Session` of a `Checkpoint`.
@@ -74,8 +76,10 @@ class Call:
     active: bool
     adapter: Any = None
     own_data: bool = False
-    saves: bool = False
+    settles: bool = False
     agree_each_batch: bool = False
+    batches: int = 0
+    wants_to_stop: bool = False
     initial_epoch: int = 0
     epochs: int = 0
     session: Any = None

@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import delayed, running, variables
+from keras_hpc.keras_hooks import running, settling, variables
 
 _DONE, _FAILED = "done", "failed: "
 _POLL_SECONDS = 0.01
@@ -131,7 +131,7 @@ def _saving(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             return None
         if not current.active():
             return original(model, filepath, *args, **kwargs)
-        with delayed.drained(model), current.local():
+        with settling.settled(model), current.local():
             if current.job().size == 1 or not _is_plain(filepath, args, kwargs):
                 return original(model, filepath, *args, **kwargs)
             current.job().marks.write_once(

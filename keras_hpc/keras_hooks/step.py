@@ -59,7 +59,9 @@ def mode_of(kind: str, model: Any) -> Mode:
     rows = building.fixed_batch(model) or 1
     if current.job().virtual is not None:
         return Mode(True, True, True, rows, virtual=True)
-    return Mode(True, kind == "train" or shared_out, bool(getattr(adapter, "may_be_empty", False)), rows)
+    # What ranks exchange in a step would be all that they send in local steps.
+    in_lockstep = shared_out if kind == "test" else current.team_of(model).schedule.local is None
+    return Mode(True, in_lockstep, bool(getattr(adapter, "may_be_empty", False)), rows)
 
 
 def wrap(model: Any, kind: str, mode: Mode, step: StepFunction) -> StepFunction:

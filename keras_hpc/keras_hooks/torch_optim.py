@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's own optimizers: their gradients are averaged before each step, in loops of the user's own."""
+"""PyTorch's own optimizers: their gradients are averaged before each step, or weights after it, in users' loops."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import Any
 import keras
 
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import optimizer, replicas, running
+from keras_hpc.keras_hooks import first_update, local_steps, optimizer, replicas, running
 
 
 def install(job: Any, patcher: Any) -> None:
     """Hooks the step of every optimizer of `torch.optim`, also of those that exist."""
     if keras.backend.backend() != "torch":
         return
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
+    from torch.optim import optimizer as of_torch
 
-    patcher.at_end(register_optimizer_step_pre_hook(_average).remove)
+    patcher.at_end(of_torch.register_optimizer_step_pre_hook(_before).remove)
+    patcher.at_end(of_torch.register_optimizer_step_post_hook(_after).remove)
 
 
-def _average(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Averages the gradients of an optimizer that is about to step. Collective."""
+def _before(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Averages the gradients of an optimizer that is about to step, or begins a local step. Collective."""
     if running.trial() is not None:
         raise RuntimeError("A step cannot be tried that calls an optimizer of torch.optim.")
     if not current.active():
@@ -31,7 +32,7 @@ def _average(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             "With init(virtual_ranks=) models are trained by `fit` with an optimizer of Keras so far. Received: "
             f"{type(own).__name__} of torch.optim"
         )
-    if current.job().size == 1:
+    if current.job().size == 1 and current.team_of(own).schedule.local is None:
         return
     if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:  # after `self`
         raise ValueError(
@@ -44,9 +45,18 @@ def _average(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not replicas.is_synchronized(own):
         replicas.check_equal(own, parameters)
     gradients = [parameter.grad for parameter in parameters]
-    optimizer.warn_of_equal_gradients(team, gradients)
     step = running.step()
-    means = optimizer.reduce_gradients(own, gradients, parameters, None if step is None else step.count)
+    count = None if step is None else step.count
+    if team.schedule.local is not None:
+        _, gradients, mode = local_steps.begin(team, own, gradients, parameters, count, optimizer.key_of(own))
+        current.job().known.optimizer(own).local_mode = mode
+        if not local_steps.is_synchronous(mode):
+            if count is not None and not count > 0:  # its gradients are of no samples
+                own.zero_grad(set_to_none=True)
+            return
+    else:
+        first_update.warn_of_equal_gradients(team, gradients)
+    means = optimizer.reduce_gradients(own, gradients, parameters, count)
     for parameter, mean in zip(parameters, means, strict=True):
         if mean is None:
             continue
@@ -54,3 +64,13 @@ def _average(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             parameter.grad = mean.clone()  # it lies in the engine's memory until the next step
         else:
             parameter.grad.copy_(mean)
+
+
+def _after(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Ends a local step. Collective where weights are averaged."""
+    if not current.active():
+        return
+    known = current.job().known.optimizer(own)
+    if known.local is not None and known.local_mode is not None:
+        local_steps.end(known.local, known.local_mode)
+        known.local_mode = None

@@ -95,6 +95,34 @@ def held_optimizers(optimizer: Any) -> Sequence[Any]:
     return [inner] if inner is not None else getattr(optimizer, "optimizers", None) or []
 
 
+def with_held(optimizer: Any) -> list[Any]:
+    """Return the optimizer and those that it holds."""
+    return [optimizer, *(inner for held in held_optimizers(optimizer) for inner in with_held(held))]
+
+
+def slots_of(optimizer: Any) -> list[Any]:
+    """Return what an optimizer of Keras keeps for each of its weights: momenta, averages; not what waits."""
+    found: list[Any] = []
+    for one in with_held(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else ():
+        trained = one._trainable_variables
+        not_slots = {
+            id(one._iterations),
+            id(one._learning_rate),
+            *map(id, trained),
+            *map(id, waiting(one)),
+        }
+        for name, values in vars(one).items():
+            if isinstance(values, list) and len(values) == len(trained) and name != "_variables":
+                found.extend(v for v in values if isinstance(v, keras.Variable) and id(v) not in not_slots)
+    return [slot for slot in unique(found) if keras.backend.is_float_dtype(slot.dtype)]
+
+
+def known_apart() -> set[int]:
+    """Return the ids of the variables of which each rank has values of its own, in the middle of local steps."""
+    lines = [known.local for _, known in current.job().known.optimizers() if known.local is not None]
+    return {id(variable) for line in lines if line.is_apart for variable in (*line.weights, *line.slots)}
+
+
 def accumulators(model: Any) -> list[keras.Variable]:
     """Return the gradients that wait for more micro-batches, each rank's own."""
     return [variable for optimizer in optimizers_of(model) for variable in waiting(optimizer)]

@@ -8,6 +8,7 @@
 
 #include "bindings/device.hpp"
 #include "bindings/exchange.hpp"
+#include "bindings/local_steps.hpp"
 #include "bindings/plan.hpp"
 #include "bindings/team.hpp"
 #include "bindings/transports.hpp"
@@ -49,6 +50,7 @@ NB_MODULE(_native, m) {
   bind_transports(m);
   auto plan = bind_plan(m);
   bind_device(m, plan);
+  bind_local_steps(plan);
   bind_team(m);
   bind_exchange(m);
 

@@ -16,23 +16,32 @@ struct OpenPlan {
   std::shared_ptr<Team> team;
   std::shared_ptr<Plan> plan;
   std::shared_ptr<Pipeline> of_pipeline;  // null: steps are synchronous
+  std::shared_ptr<LocalSteps> of_local;   // null: it has no local steps
 
   void start(int tensor, void* data, double weight) const {
     const nb::gil_scoped_release released;
     if (of_pipeline != nullptr)
       of_pipeline->start(tensor, data, weight);
+    else if (of_local != nullptr)
+      of_local->start(tensor, data);
     else
       team->start(*plan, tensor, data, weight);
   }
   void wait(int tensor) const {
     if (of_pipeline != nullptr)
       of_pipeline->wait(tensor);
+    else if (of_local != nullptr)
+      of_local->wait(tensor);
     else
       team->wait(*plan, tensor);
   }
   Pipeline& pipeline() const {
     if (of_pipeline == nullptr) throw Error("Plan '" + plan->name() + "' is not pipelined.");
     return *of_pipeline;
+  }
+  LocalSteps& local() const {
+    if (of_local == nullptr) throw Error("Plan '" + plan->name() + "' has no local steps.");
+    return *of_local;
   }
   void check(int tensor) const {
     if (tensor < 0 || tensor >= plan->layout().tensor_count())
@@ -54,9 +63,10 @@ struct PyPlan {
   std::weak_ptr<Plan> plan;
   std::weak_ptr<Pipeline> pipeline;
   int id;
+  std::weak_ptr<LocalSteps> local = {};
 
   OpenPlan open() const {
-    OpenPlan all{owner->get(), plan.lock(), pipeline.lock()};
+    OpenPlan all{owner->get(), plan.lock(), pipeline.lock(), local.lock()};
     if (all.plan == nullptr) throw Error("The plan has ended.");
     return all;
   }

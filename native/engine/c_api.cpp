@@ -56,6 +56,8 @@ int khpc_start(int plan, int tensor, void* data, double weight) {
         expect(weight >= 0, "a weight >= 0");
         if (entry.pipeline != nullptr)
           entry.pipeline->start(tensor, data, weight);
+        else if (entry.local != nullptr)
+          entry.local->start(tensor, data);
         else
           entry.team->start(*entry.plan, tensor, data, weight);
         return KHPC_OK;
@@ -69,6 +71,8 @@ int khpc_wait(int plan, int tensor) {
         const auto entry = find(plan, tensor);
         if (entry.pipeline != nullptr)
           entry.pipeline->wait(tensor);
+        else if (entry.local != nullptr)
+          entry.local->wait(tensor);
         else
           entry.team->wait(*entry.plan, tensor);
         return KHPC_OK;
@@ -82,6 +86,7 @@ int khpc_wait_all_async(int plan, void (*done)(void* arg, const char* error), vo
         const auto entry = find(plan, 0);
         expect(done != nullptr, "a function to call, not a null pointer");
         const bool accepted = entry.pipeline != nullptr ? entry.pipeline->wait_all_async(done, arg)
+                              : entry.local != nullptr  ? entry.local->wait_all_async(done, arg)
                                                         : entry.team->wait_all_async(*entry.plan, done, arg);
         return accepted ? KHPC_OK : KHPC_BLOCKING;
       },

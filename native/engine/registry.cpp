@@ -45,11 +45,17 @@ int add(const std::shared_ptr<Team>& team) {
 
 int add(const std::shared_ptr<Team>& team, const std::shared_ptr<Plan>& plan,
         const std::shared_ptr<Pipeline>& pipeline) {
-  return append(entries.plans, PlanEntry{team, plan, pipeline, nullptr});
+  return append(entries.plans, PlanEntry{team, plan, pipeline, nullptr, nullptr});
 }
 
 int add_exchange(const std::shared_ptr<Team>& team, int number) {
   return append(entries.exchanges, ExchangeEntry{team, number});
+}
+
+void set_local(const Plan* plan, const std::shared_ptr<LocalSteps>& local) {
+  const std::unique_lock lock(entries.mutex);
+  for (PlanEntry& entry : entries.plans)
+    if (entry.plan.get() == plan) entry.local = local;
 }
 
 void set_device(const Plan* plan, const std::shared_ptr<DevicePlan>& device) {

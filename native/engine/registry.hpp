@@ -18,6 +18,7 @@ struct PlanEntry {
   std::shared_ptr<Plan> plan;
   std::shared_ptr<Pipeline> pipeline;  // null: steps are synchronous
   std::shared_ptr<DevicePlan> device;  // null: its tensors are on the host
+  std::shared_ptr<LocalSteps> local;   // null: it has no local steps
 };
 
 struct ExchangeEntry {
@@ -29,6 +30,7 @@ int add(const std::shared_ptr<Team>& team);
 int add_exchange(const std::shared_ptr<Team>& team, int number);
 int add(const std::shared_ptr<Team>& team, const std::shared_ptr<Plan>& plan,
         const std::shared_ptr<Pipeline>& pipeline = nullptr);
+void set_local(const Plan* plan, const std::shared_ptr<LocalSteps>& local);
 void set_device(const Plan* plan, const std::shared_ptr<DevicePlan>& device);
 // Forgets the plan.
 void remove(const Plan* plan);

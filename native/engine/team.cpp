@@ -172,6 +172,11 @@ std::shared_ptr<Pipeline> Team::make_pipeline(Plan& plan) {
   return pipelines_.emplace_back(std::make_shared<Pipeline>(*this, plan));
 }
 
+std::shared_ptr<LocalSteps> Team::make_local_steps(Plan& plan, const LocalOptions& options) {
+  const std::lock_guard lock(plans_mutex_);
+  return local_steps_.emplace_back(std::make_shared<LocalSteps>(*this, plan, options));
+}
+
 void Team::attach(std::shared_ptr<Attendant> attendant) {
   const std::lock_guard lock(plans_mutex_);
   attendants_.push_back(std::move(attendant));
@@ -242,6 +247,9 @@ void Team::end_plan(Plan& plan) {
   }
   pipelines_.erase(std::remove_if(pipelines_.begin(), pipelines_.end(), [&](const auto& p) { return p->is_of(plan); }),
                    pipelines_.end());
+  local_steps_.erase(
+      std::remove_if(local_steps_.begin(), local_steps_.end(), [&](const auto& l) { return l->is_of(plan); }),
+      local_steps_.end());
   plans_.erase(std::remove_if(plans_.begin(), plans_.end(), [&](const auto& p) { return p.get() == &plan; }),
                plans_.end());
 }

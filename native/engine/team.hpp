@@ -17,6 +17,7 @@
 #include "engine/attendant.hpp"
 #include "engine/exchanges.hpp"
 #include "engine/failure.hpp"
+#include "engine/local_steps.hpp"
 #include "engine/pipeline.hpp"
 #include "engine/plan.hpp"
 #include "transport/pending.hpp"
@@ -74,6 +75,8 @@ class Team {
                                   const PlanOptions& options);
   // For a plan whose tensors live in its segment.
   std::shared_ptr<Pipeline> make_pipeline(Plan& plan);
+  // For a plan of weights, a weighted mean.
+  std::shared_ptr<LocalSteps> make_local_steps(Plan& plan, const LocalOptions& options);
   // Ends with the plan or the team, or by end_attendants: of a plan, or, with null, of all.
   void attach(std::shared_ptr<Attendant> attendant);
   void end_attendants(const Plan* plan);
@@ -188,6 +191,7 @@ class Team {
   int next_plan_ = 0;       // a number is never given again
   PlanTotals ended_plans_;  // what plans that are gone have done
   std::vector<std::shared_ptr<Pipeline>> pipelines_;
+  std::vector<std::shared_ptr<LocalSteps>> local_steps_;
   std::vector<std::shared_ptr<Attendant>> attendants_;
   std::unique_ptr<AllreduceCall> allreduce_;
   std::unique_ptr<Exchanges> exchanges_;               // made with the first of them

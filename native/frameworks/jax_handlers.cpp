@@ -8,6 +8,8 @@
 //   of
 //                                                          this step applies, and how many updates there are
 //   khpc_jax_second(gradient...) -> gradient...            in place; what the second update applies
+//   khpc_jax_local_begin(gradient, samples) -> gradient, mode   a step of a plan with local steps begins
+//   khpc_jax_local_anchor(weights, mode) -> 0              the weights before its update, if it has to tell
 //   khpc_jax_allreduce(x, token) -> x, token               keras_hpc.allreduce: in place, blocks. The token gives the
 //                                                          order among calls
 //
@@ -197,6 +199,19 @@ void second(CallFrame& call) {
       });
 }
 
+void local_begin(CallFrame& call) {
+  const int mode = khpc_local_begin(attribute(call, "plan"), weight_of(*call.arguments.values[1]));
+  if (mode < 0) throw std::runtime_error(khpc_last_error());
+  *static_cast<int32_t*>(call.results.values[1]->data) = mode;
+}
+
+void local_anchor(CallFrame& call) {
+  constexpr int32_t anchor = 2;  // of LocalSteps::Mode
+  *static_cast<int32_t*>(call.results.values[0]->data) = 0;
+  if (*static_cast<const int32_t*>(call.arguments.values[1]->data) & anchor)
+    check(khpc_local_anchor(attribute(call, "plan"), attribute(call, "tensor"), call.arguments.values[0]->data));
+}
+
 void allreduce(CallFrame& call) {
   const Buffer& x = *call.arguments.values[0];
   const Buffer& y = *call.results.values[0];
@@ -236,6 +251,12 @@ extern "C" KHPC_API Error* khpc_jax_done(CallFrame* frame) {
 }
 extern "C" KHPC_API Error* khpc_jax_turn(CallFrame* frame) {
   return call<turn>(frame);
+}
+extern "C" KHPC_API Error* khpc_jax_local_begin(CallFrame* frame) {
+  return call<local_begin>(frame);
+}
+extern "C" KHPC_API Error* khpc_jax_local_anchor(CallFrame* frame) {
+  return call<local_anchor>(frame);
 }
 extern "C" KHPC_API Error* khpc_jax_allreduce(CallFrame* frame) {
   return call<allreduce>(frame);

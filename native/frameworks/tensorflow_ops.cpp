@@ -5,12 +5,15 @@
 //   KhpcWait(y) -> z             blocks until the buffer holds the reduced values
 //   KhpcUpdates() -> count       how many updates a pipelined step makes, after its starts
 //   KhpcSecond(z) -> w           the average that the second of two updates applies
+//   KhpcLocalBegin(samples) -> mode   what a step of a plan with local steps has to do
+//   KhpcLocalAnchor(x)           the weights at the beginning of a period, for an outer optimizer
 //   KhpcAllgather(x) -> rows     the rows of all ranks, in rank order
 //   KhpcAllreduce(x) -> y        keras_hpc.allreduce: needs no plan, so ranks need not trace alike
 //   KhpcExchange(x, token) -> y, after   rows of other ranks, or their gradients. Tokens put exchanges in one order
 //
 // Stateful, because TensorFlow runs stateful operations in program order, which is our order on all ranks, and never
 // folds, merges or drops them. Synchronous, because async kernels of the C API are used after they return.
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <exception>
@@ -218,6 +221,32 @@ struct Second : TensorOfPlan {
   }
 };
 
+struct LocalBegin {
+  static constexpr const char* name = "KhpcLocalBegin";
+  explicit LocalBegin(OpKernelConstruction* node) : plan(attribute(node, "plan")) {}
+
+  void compute(OpKernelContext* context) const {
+    constexpr DataType int32 = 3;
+    const int mode = khpc_local_begin(plan, *static_cast<const double*>(tf.TensorData(input(context, 0).get())));
+    if (mode < 0) throw std::runtime_error(khpc_last_error());
+    Outcome outcome;
+    const TensorHandle output(tf.AllocateOutput(context, 0, int32, nullptr, 0, sizeof(int32_t), outcome));
+    outcome.check();
+    *static_cast<int32_t*>(tf.TensorData(output.get())) = mode;
+  }
+
+  const int plan;
+};
+
+struct LocalAnchor : TensorOfPlan {
+  static constexpr const char* name = "KhpcLocalAnchor";
+  using TensorOfPlan::TensorOfPlan;
+
+  void compute(OpKernelContext* context) const {
+    check(khpc_local_anchor(plan, tensor, tf.TensorData(input(context, 0).get())));
+  }
+};
+
 struct Allgather {
   static constexpr const char* name = "KhpcAllgather";
   explicit Allgather(OpKernelConstruction* node) : team(attribute(node, "team")) {}
@@ -354,12 +383,16 @@ void unknown_shape(ShapeInferenceContext* context, Status* status) {
   tf.ShapeInferenceContextSetUnknownShape(context, status);
 }
 
+void nothing(ShapeInferenceContext*, Status*) {}
+
 using Specs = std::vector<const char*>;
 
 template <class Kernel>
 void add_operation(const Specs& inputs, const Specs& outputs, const Specs& attributes, ShapeFunction* shape) {
   OpDefinitionBuilder* operation = tf.NewOpDefinitionBuilder(Kernel::name);
-  if (!inputs.empty()) tf.OpDefinitionBuilderAddAttr(operation, "T: {half, bfloat16, float, double, int32, int64}");
+  const auto generic = [](const char* spec) { return std::string(spec).find(": T") != std::string::npos; };
+  if (std::any_of(inputs.begin(), inputs.end(), generic))
+    tf.OpDefinitionBuilderAddAttr(operation, "T: {half, bfloat16, float, double, int32, int64}");
   for (const char* spec : attributes) tf.OpDefinitionBuilderAddAttr(operation, spec);
   for (const char* spec : inputs) tf.OpDefinitionBuilderAddInput(operation, spec);
   for (const char* spec : outputs) tf.OpDefinitionBuilderAddOutput(operation, spec);
@@ -391,6 +424,8 @@ std::string add_operations() {
     add_operation<Wait>({"y: T"}, {"z: T"}, {"plan: int", "tensor: int"}, same_shape);
     add_operation<Updates>({}, {"count: int32"}, {"plan: int"}, scalar);
     add_operation<Second>({"z: T"}, {"w: T"}, {"plan: int", "tensor: int"}, same_shape);
+    add_operation<LocalBegin>({"samples: double"}, {"mode: int32"}, {"plan: int"}, scalar);
+    add_operation<LocalAnchor>({"x: T"}, {}, {"plan: int", "tensor: int"}, nothing);
     add_operation<Allgather>({"x: T"}, {"rows: T"}, {"team: int"}, unknown_shape);
     add_operation<Allreduce>({"x: T"}, {"y: T"}, {"team: int", "op: string", "what: string"}, same_shape);
     add_operation<Exchange>({"x: T", "token: float"}, {"y: T", "after: float"},

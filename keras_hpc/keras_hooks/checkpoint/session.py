@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from keras_hpc import callbacks as ours
-from keras_hpc.keras_hooks import building, delayed, running
+from keras_hpc.keras_hooks import building, running, settling
 from keras_hpc.keras_hooks.checkpoint import callback_state, position, snapshot, stop_signals, storage
 from keras_hpc.keras_hooks.checkpoint.store import Store
 
@@ -210,7 +210,7 @@ class Session:
         steps = self.iterator.num_batches
         epochs = callbacks.params.get("epochs", 0) - fit.initial_epoch
         done = self.done if steps is None else (self.epoch - fit.initial_epoch) * steps + self.step
-        delayed.plan_schedule(self.model, None if steps is None else steps * epochs, done)
+        settling.plan_schedule(self.model, None if steps is None else steps * epochs, done)
 
     def _say_where(self, path: str, epochs: int, place: dict[str, Any]) -> None:
         assert self.store.found is not None  # noqa: S101

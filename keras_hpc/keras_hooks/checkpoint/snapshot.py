@@ -22,12 +22,12 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import bytes_of, dtype_of
-from keras_hpc.keras_hooks import delayed, variables
+from keras_hpc.keras_hooks import delayed, local_states, variables
 from keras_hpc.keras_hooks.checkpoint import random_states, tensors
 from keras_hpc.keras_hooks.variables import standard_dtype
 
 # Kinds of what a rank has of its own. Of virtual ranks, a row for each of all.
-_RANDOM, _SEED, _METRIC, _STATE, _PARTS = "random", "seed", "metric", "state", "parts"
+_RANDOM, _SEED, _METRIC, _STATE, _PARTS, _SENT = "random", "seed", "metric", "state", "parts", "sent"
 _DIGEST_BYTES = 32
 _PIECE_BYTES = 64 << 20  # larger variables are cut by rows, so that ranks can share them
 _ALIGNMENT = 64
@@ -88,7 +88,8 @@ def take(trained: Trained, shared: bool, memory: Memory) -> tuple[dict[str, Any]
     """
     team = trained.team
     late = delayed.outstanding(trained.models)
-    own = _own(trained)
+    local, of_local, sent = local_states.take(trained.models)
+    own = [*_own(trained), *((name, _SENT, array) for name, array in sent)]
     digests = [
         np.frombuffer(hashlib.blake2b(bytes_of(a).data, digest_size=_DIGEST_BYTES).digest(), "u1") for *_, a in own
     ]
@@ -107,6 +108,7 @@ def take(trained: Trained, shared: bool, memory: Memory) -> tuple[dict[str, Any]
     common = _common_variables(trained)
     if team.rank == 0:
         arrays["alike"] = _joined([array for index, (*_, array) in enumerate(own) if index not in differing])
+        arrays |= of_local
         arrays |= {f"late{i}_{j}": bytes_of(a) for i, (*_, averages) in enumerate(late) for j, a in enumerate(averages)}
     if shared or team.rank == 0:
         arrays |= memory.copies(dict(_views(common, team.rank, team.size if shared else 1)))
@@ -119,6 +121,7 @@ def take(trained: Trained, shared: bool, memory: Memory) -> tuple[dict[str, Any]
         "variables": [_described(variable) for variable in common],
         "own": [[name, kind, array.dtype.name, list(array.shape)] for name, kind, array in own],
         "differing": differing,
+        "local": local,
         "late": [[number, place, [[a.dtype.name, list(a.shape)] for a in arrays]] for number, place, arrays in late],
     }, arrays
 
@@ -176,12 +179,13 @@ def check(trained: Trained, facts: dict[str, Any]) -> None:
             "The checkpoint was made with other virtual ranks. Expected init(virtual_ranks="
             f"{facts.get('virtual_ranks')}), or another path, which begins anew. Received: virtual_ranks={here}"
         )
+    local_states.expect(trained.models, facts.get("local", ()))
     own = [[v.path, standard_dtype(v), list(v.shape)] for _, v in _own_variables(trained)]
     theirs = [(f"`{path}` of", dtype, shape) for path, dtype, shape in facts["variables"]]
     theirs += [
         (f"`{name}` of", dtype, shape[1:] if kind == _PARTS else shape)
         for name, kind, dtype, shape in facts["own"]
-        if kind != _RANDOM
+        if kind not in (_RANDOM, _SENT)
     ]
     mine = [(f"`{p}` of", d, s) for p, d, s in [*map(_described, _common_variables(trained)), *own]]
     nothing: tuple[str, str, list[int]] = ("no variable", "", [])
@@ -209,6 +213,7 @@ def put_back(trained: Trained, facts: dict[str, Any], arrays: dict[str, np.ndarr
         arrays: on the team's first rank.
     """
     team, backend = trained.team, backends.current()
+    local_states.expect(trained.models, facts.get("local", ()))
     common = _common_variables(trained)
     if team.rank == 0:
         found = _whole_variables(arrays)
@@ -234,9 +239,13 @@ def put_back(trained: Trained, facts: dict[str, Any], arrays: dict[str, np.ndarr
         rest = {True: iter(own), False: iter(alike)}
         values = [next(rest[index in differing]) for index in range(len(specs))]
     own_variables = iter(_own_variables(trained))
+    sent = {}
     for (name, kind, *_), value in zip(facts["own"], values, strict=True):
         if kind == _RANDOM:
             random_states.put_back(name, value)
+            continue
+        if kind == _SENT:
+            sent[name] = value
             continue
         variable = next(own_variables)[1]
         if virtual is not None:
@@ -248,6 +257,9 @@ def put_back(trained: Trained, facts: dict[str, Any], arrays: dict[str, np.ndarr
         backend.assign(variable, value)
     if elsewhere and virtual is None:
         current.job().streams.clear()  # of each rank: new ones
+    local = facts.get("local", ())
+    shared = {name: share(team, arrays.get(name)) for name in local_states.shared(local)}
+    local_states.restore(trained.models, local, shared | sent, anew=elsewhere)
     late = []
     for i, (number, place, described) in enumerate(facts["late"]):
         averages = [share(team, arrays.get(f"late{i}_{j}")) for j in range(len(described))]
@@ -319,6 +331,7 @@ def _own_variables(trained: Trained) -> list[tuple[str, Any]]:
             (_METRIC, model.metrics_variables if trained.metrics else ()),
             (_STATE, variables.accumulators(model)),
             (_STATE, variables.per_rank_state(model)),
+            (_STATE, local_states.own_variables([model])),
         ):
             for variable in kept:
                 found.setdefault(id(variable), (kind, variable))

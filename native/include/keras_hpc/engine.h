@@ -46,6 +46,12 @@ KHPC_API int khpc_updates(int plan);
 KHPC_API int khpc_second(int plan, int tensor, void* data);
 KHPC_API int khpc_second_async(int plan, void* const* data, void (*done)(void* arg, const char* error), void* arg);
 
+// For plans of weights with local steps (see engine/local_steps.hpp). A step begins, with so many samples of this rank:
+// returns what it has to do, bits of LocalSteps::Mode, or -1 on error. Where it says so, the step gives the weights
+// before its update to khpc_local_anchor, and after its update starts and waits for all tensors of the plan.
+KHPC_API int khpc_local_begin(int plan, double samples);
+KHPC_API int khpc_local_anchor(int plan, int tensor, const void* weights);
+
 // Plans whose tensors are on a GPU, where `stream` is one of the framework's (a CUstream). A tensor is started after
 // what the stream has been given so far, and belongs to the engine until the stream has waited. `weight`: as for
 // khpc_start, a float or double (4 or 8 bytes) on the GPU; null: 1. Returns at once. Thread-safe.

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks do before they look at a model together, or end: apply late averages, and average what is apart."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from keras_hpc.job import current
+from keras_hpc.keras_hooks import delayed, local_steps, running
+
+
+def plan_schedule(model: Any, total: int | None, done: int = 0) -> None:
+    """Tells the engine which of a `fit`'s steps are synchronous.
+
+    Args:
+        model: the model that trains.
+        total: steps of the whole `fit`; None if nobody knows.
+        done: how many of them an earlier process made.
+
+    Raises:
+        ValueError: the schedule needs the number of steps, and nobody knows it.
+    """
+    delayed.plan_schedule(model, total, done)
+    local_steps.plan_schedule(model, total, done)
+
+
+def settle(model: Any, *, statistics: bool = False) -> None:
+    """Give all ranks the same weights of a model, with all gradients applied. Collective on its optimizers' teams.
+
+    Args:
+        model: it, or a module of PyTorch.
+        statistics: average those of its layers, too, where ranks make local steps.
+    """
+    if hasattr(model, "variables"):  # else a module of PyTorch, whose optimizers are never late
+        delayed.drain(model)
+    local_steps.average(model, statistics=statistics)
+
+
+@contextlib.contextmanager
+def settled(model: Any) -> Iterator[None]:
+    """Inside, a model is as `settle` would leave it. For saving, which one rank may do alone.
+
+    Late averages of pipelined teams are applied for the time only. In the middle of a period of local steps no rank has
+    the mean: then it is collective.
+
+    Raises:
+        RuntimeError: a callback that runs on one rank saves in the middle of a period.
+    """
+    if local_steps.is_apart(model):
+        call = running.call()
+        if call is not None and call.kind == "fit":
+            raise RuntimeError(
+                "A callback saves a model in the middle of a period of local steps, when each rank has other weights. "
+                "Expected saving at the end of an epoch by ModelCheckpoint, or keras_hpc.callbacks.Checkpoint. "
+                f"Received: model `{model.name}`"
+            )
+        current.team_of(model).meet("Model.save() in the middle of a period of local steps")
+        local_steps.average(model, statistics=True)
+    with delayed.drained(model):
+        yield
+
+
+def say_what_is_left() -> None:
+    """Tells the user of averages that no step has applied, and of weights that are apart."""
+    delayed.say_what_is_late()
+    local_steps.say_what_is_apart()
