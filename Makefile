@@ -18,7 +18,7 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native examples/c benchmarks/gpu -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sanitize soak test-oldest test-mpi gan3d largebatch mesh bench bench-hosts bench-peers simulate timelines docs wheels lint format clean
+.PHONY: help demo test sanitize soak test-oldest test-mpi gan3d largebatch localsgd mesh bench bench-hosts bench-peers simulate timelines docs wheels lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -47,6 +47,9 @@ largebatch: $(VENV)/stamp-demo  ## train with batches of 64 to 4,096 by SGD and 
 
 mesh: $(VENV)/stamp-test  ## find cells of meshes that will be tangled, each sample on 1, 2 and 4 ranks, three seeds; results/mesh
 	$(BIN)/python -m examples.mesh.study
+
+localsgd: $(VENV)/stamp-demo  ## train with gradients and with weights averaged, every 1 to 62 steps, three seeds; table and picture in examples/localsgd
+	$(BIN)/python -m examples.localsgd.study --readme
 
 test-mpi: $(VENV)/stamp-test  ## train on 2 hosts with every MPI, by mpiexec and srun (root; Slurm; Debian's mpich, openmpi-bin)
 	$(BIN)/python -m pytest --every-mpi -m mpi tests/cluster/test_mpis.py $(PYTEST_ARGS)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checkpoint, gradients, overlap, page, scaling, timeline, validation
+from benchmarks import checkpoint, gradients, local_steps, overlap, page, scaling, timeline, validation
 from benchmarks.hosts import Hosts, HostsError
 from keras_hpc.errors import LaunchError
 from keras_hpc.job import launch
@@ -80,6 +80,21 @@ def main() -> int:
     sub.add_argument("--saves", type=int, default=3, metavar="N", help="timed ones of each kind (default: 3)")
     sub.add_argument("--folder", type=Path, help="on which disk (default: the temporary files')")
     sub.set_defaults(run=_checkpoint, plot=None)
+    sub = kinds.add_parser(
+        "local",
+        help="time steps on a slow network, with local steps",
+        description="Trains a network of examples/cnn on noise alone, with gradients averaged at every step, and with "
+        "local steps. Starts its own ranks, or measures those that a launcher has started.",
+    )
+    _add_ranks(sub)
+    sub.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    sub.add_argument("--backend", choices=gradients.BACKENDS, default="torch", help="(default: torch)")
+    sub.add_argument("--model", default="hep_cnn", help="of examples/cnn/networks.py (default: hep_cnn)")
+    sub.add_argument("--batch-size", type=int, default=16, metavar="B", help="of each rank (default: 16)")
+    sub.add_argument("--every", type=numbers, default=[8, 32], metavar="LIST", help="periods (default: 8,32)")
+    sub.add_argument("--overlap", type=int, default=0, metavar="N", help="the longest with so many overlapped, too")
+    sub.add_argument("--steps", type=int, default=32, metavar="N", help="timed ones of each way (default: 32)")
+    sub.set_defaults(run=_local, plot=None)
     sub = kinds.add_parser(
         "timeline",
         help="record when a training step has which gradient",
@@ -205,6 +220,22 @@ def _checkpoint(arguments: argparse.Namespace) -> int:
     report["rows"] = [row]
     ranks.end_report(world, report, arguments.json)
     keras_hpc.finalize()
+    return 0
+
+
+def _local(arguments: argparse.Namespace) -> int:
+    os.environ["KERAS_BACKEND"] = arguments.backend
+    world = _world_of(arguments)
+    report = ranks.begin_report(world, "local", _mbit())
+
+    def show(row: dict[str, Any]) -> None:
+        if world.rank == 0:
+            print(local_steps.table(row), flush=True)
+
+    report["rows"] = local_steps.measure(
+        arguments.model, arguments.batch_size, arguments.every, arguments.overlap, arguments.steps, show
+    )
+    ranks.end_report(world, report, arguments.json)
     return 0
 
 

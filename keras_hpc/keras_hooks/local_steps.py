@@ -78,7 +78,8 @@ def begin(
     """
     line = _line_of(team, optimizer, weights, key)
     gradients = list(gradients)
-    first = next(n for n, g in enumerate(gradients) if g is not None and not hasattr(g, "dense_shape"))
+    there = [number for number, gradient in enumerate(gradients) if gradient is not None]
+    first = min(there, key=lambda number: hasattr(gradients[number], "dense_shape"))  # rather a dense one
     local = backends.local_steps()
     gradients[first], mode = local.begin(line.plan, 1.0 if count is None else count, gradients[first])
     if line.plan.options.outer is not None:
