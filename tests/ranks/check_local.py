@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local steps against local SGD and DiLoCo's outer step in NumPy, on any number of ranks."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -90,6 +92,15 @@ def test_every_epoch():
     assert executions() - before == 3, "one average an epoch, and no gradients"
 
 
+def noted(method, calls):
+    @functools.wraps(method)
+    def noting(*args, **kwargs):
+        calls.append(method.__name__)
+        return method(*args, **kwargs)
+
+    return noting
+
+
 def test_local_steps_send_nothing(monkeypatch):
     keras_hpc.configure_team(LOCAL, schedule="local", every=4)
     model = linear()
@@ -98,12 +109,7 @@ def test_local_steps_send_nothing(monkeypatch):
     sent, calls = [], []
     team = type(job().teams[LOCAL])
     for name in ("allreduce", "allgather", "broadcast", "alltoall", "meet", "agree", "barrier"):
-
-        def counted(self, *args, _name=name, _original=getattr(team, name), **kwargs):
-            calls.append(_name)
-            return _original(self, *args, **kwargs)
-
-        monkeypatch.setattr(team, name, counted)
+        monkeypatch.setattr(team, name, noted(getattr(team, name), calls))
     for _ in range(7):
         before = job().teams[LOCAL].report()
         model.train_on_batch(x, y)
