@@ -50,7 +50,7 @@ def own_variables(models: Sequence[Any]) -> list[Any]:
         line = current.job().known.optimizer(optimizer).local
         if line is None:
             continue
-        keras.ops.convert_to_numpy(optimizer._iterations)  # JAX may be computing it still
+        _finish_step(optimizer)
         if line.is_apart or line.expected:
             found += [*line.weights, *line.slots]
     return found
@@ -67,6 +67,7 @@ def take(models: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, np.ndar
         line = current.job().known.optimizer(optimizer).local
         if line is None:
             continue
+        _finish_step(optimizer)
         if isinstance(line, Restored):
             state, memory, team = line.state, line.memory, current.team_of(optimizer)
         else:
@@ -179,6 +180,11 @@ def put(line: Any, state: State, memory: dict[tuple[str, int], np.ndarray], *, i
 def shared(facts: Sequence[dict[str, Any]]) -> list[str]:
     """Return the names of the arrays that are alike on all ranks."""
     return [f"local{f['number']}_{kind}{tensor}" for f in facts for kind, tensor, _ in f["memory"] if kind != _OWN]
+
+
+def _finish_step(optimizer: Any) -> None:
+    """Wait for the last step, which JAX may be computing still."""
+    keras.ops.convert_to_numpy(optimizer._iterations)
 
 
 def _optimizers_of(models: Sequence[Any]) -> list[Any]:
