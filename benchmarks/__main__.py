@@ -94,6 +94,7 @@ def main() -> int:
     sub.add_argument("--every", type=numbers, default=[8, 32], metavar="LIST", help="periods (default: 8,32)")
     sub.add_argument("--overlap", type=int, default=0, metavar="N", help="the longest with so many overlapped, too")
     sub.add_argument("--steps", type=int, default=32, metavar="N", help="timed ones of each way (default: 32)")
+    sub.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each way (default: 3)")
     sub.set_defaults(run=_local, plot=None)
     sub = kinds.add_parser(
         "timeline",
@@ -227,14 +228,11 @@ def _local(arguments: argparse.Namespace) -> int:
     os.environ["KERAS_BACKEND"] = arguments.backend
     world = _world_of(arguments)
     report = ranks.begin_report(world, "local", _mbit())
-
-    def show(row: dict[str, Any]) -> None:
-        if world.rank == 0:
-            print(local_steps.table(row), flush=True)
-
     report["rows"] = local_steps.measure(
-        arguments.model, arguments.batch_size, arguments.every, arguments.overlap, arguments.steps, show
+        arguments.model, arguments.batch_size, arguments.every, arguments.overlap, arguments.steps, arguments.rounds
     )
+    for row in report["rows"] if world.rank == 0 else ():
+        print(local_steps.table(row), flush=True)
     ranks.end_report(world, report, arguments.json)
     return 0
 

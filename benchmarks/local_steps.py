@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,8 @@ _WARM_UP = 2  # steps, at least
 Row = dict[str, Any]
 
 
-def measure(
-    network: str, batch_size: int, every: Sequence[int], overlap: int, steps: int, done: Callable[[Row], None]
-) -> list[Row]:
-    """Trains a network of examples.cnn on noise in several ways, one after the other. Collective.
+def measure(network: str, batch_size: int, every: Sequence[int], overlap: int, steps: int, rounds: int) -> list[Row]:
+    """Trains a network of examples.cnn on noise in several ways, in turns. Collective.
 
     Args:
         network: its name.
@@ -25,10 +24,11 @@ def measure(
         every: periods of local steps.
         overlap: of the longest period, once more, so many steps run while an average is on its way; 0: not.
         steps: timed steps of each way, at least; a whole number of periods.
-        done: is given each row.
+        rounds: in each of which every way has its turn.
 
     Returns:
-        Of each way, the mean time of a step of the slowest rank, averages included, and by how much more than alone.
+        Of each way, the mean time of a step of the slowest rank, averages included, and by how much more than alone:
+        medians of the rounds.
     """
     import keras_hpc
 
@@ -39,26 +39,31 @@ def measure(
         ways.append(
             (f"local, every {longest}, overlapped", {"schedule": "local", "every": longest, "overlap_steps": overlap})
         )
+    seconds: dict[str, list[float]] = {name: [] for name, _ in ways}
+    for _ in range(rounds):
+        for name, schedule in ways:
+            keras_hpc.init()
+            if schedule:
+                keras_hpc.configure_team(0, **schedule)
+            period = (schedule or {}).get("every", 1)
+            taken, megabytes = _time(network, batch_size, schedule is None, period, -(-steps // period) * period)
+            seconds[name].append(taken)
+            keras_hpc.finalize()
+    alone = statistics.median(seconds["alone"])
     rows: list[Row] = []
-    for name, schedule in ways:
-        keras_hpc.init()
-        if schedule:
-            keras_hpc.configure_team(0, **schedule)
-        period = (schedule or {}).get("every", 1)
-        seconds, megabytes = _time(network, batch_size, schedule is None, period, -(-steps // period) * period)
-        rows.append({"way": name, "network": network, "batch_size": batch_size, "step_ms": round(1e3 * seconds, 1)})
-        rows[-1]["megabytes"] = round(megabytes, 2)
-        rows[-1]["over_alone"] = round(seconds / (rows[0]["step_ms"] / 1e3) - 1, 4)
-        done(rows[-1])
-        keras_hpc.finalize()
+    for name, taken_in in seconds.items():
+        step = statistics.median(taken_in)
+        rows.append({"way": name, "network": network, "batch_size": batch_size, "megabytes": round(megabytes, 2)})
+        rows[-1] |= {"step_ms": round(1e3 * step, 1), "over_alone": round(step / alone - 1, 4)}
+        rows[-1] |= {"least_ms": round(1e3 * min(taken_in), 1), "most_ms": round(1e3 * max(taken_in), 1)}
     return rows
 
 
 def table(row: Row) -> str:
     """Returns a row as text."""
     return (
-        f"{row['network']}, {row['megabytes']} MB, {row['way']:28} {row['step_ms']:9.1f} ms a step, "
-        f"{100 * row['over_alone']:+.1f} %"
+        f"{row['network']}, {row['megabytes']} MB, {row['way']:28} {row['step_ms']:9.1f} ms a step "
+        f"({row['least_ms']:.1f} to {row['most_ms']:.1f}), {100 * row['over_alone']:+.1f} %"
     )
 
 
