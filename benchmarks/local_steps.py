@@ -77,8 +77,8 @@ def _time(network: str, batch_size: int, alone: bool, period: int, steps: int) -
 
     found = networks.NETWORKS[network]
     x, y = networks.data(found.shape, found.classes, batch_size)
-    context = keras_hpc.local() if alone else contextlib.nullcontext()
-    with context:
+    place = keras_hpc.local if alone else contextlib.nullcontext
+    with place():
         keras.utils.set_random_seed(1)
         model = found.build(found.shape, found.classes)
         model.compile(
@@ -87,7 +87,7 @@ def _time(network: str, batch_size: int, alone: bool, period: int, steps: int) -
         for _ in range(-(-_WARM_UP // period) * period):
             model.train_on_batch(x, y)
     keras_hpc.barrier()
-    with context:
+    with place():
         begin = time.perf_counter()
         for _ in range(steps):
             model.train_on_batch(x, y)  # returns the loss, so the step is over
