@@ -92,6 +92,7 @@ def main():
     parser.add_argument("--parts", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--limit-mib", type=int)
+    parser.add_argument("--keep-memory", action="store_true", help="from step to step, which is faster")
     parser.add_argument("--gspmd", type=int, metavar="DEVICES", help="instead of --parts, on JAX")
     arguments = parser.parse_args()
     if arguments.gspmd:
@@ -102,7 +103,7 @@ def main():
     import keras_hpc
 
     if not arguments.gspmd:
-        keras_hpc.init(spatial=arguments.parts, keep_memory=False)
+        keras_hpc.init(spatial=arguments.parts, keep_memory=arguments.keep_memory)
     model = network(arguments.size)
     part = keras_hpc.part if keras_hpc.is_initialized() else lambda extent, axis=0: (0, extent)
     rows = slice(*part(arguments.size)), slice(*part(arguments.size, axis=1))

@@ -80,3 +80,41 @@ print("FELL", int(before - resident()))
 """
     output = run_ranks(1, ["-c", code], mpi=False).output
     assert int(output.partition("FELL ")[2].split()[0]) > 200, output
+
+
+_FREED = """
+import ctypes
+import sys
+
+from keras_hpc.job import resources
+
+if sys.argv[1] == "return":
+    resources.return_large()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+
+def block(size):
+    address = libc.malloc(size)
+    ctypes.memset(address, 1, size)
+    return address
+
+
+def held():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmRSS"))
+
+
+libc.free(block(20 << 20))  # after which glibc keeps all up to that size
+first, second = block(16 << 20), block(16 << 20)
+before = held()
+libc.free(first)
+print(before - held())
+"""
+
+
+@pytest.mark.parametrize(("how", "returned"), [("return", 16), ("usual", 0)])
+def test_large_blocks_go_back_at_once(how, returned):
+    command = [sys.executable, "-c", _FREED, how]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=60, check=True)
+    assert float(done.stdout) == pytest.approx(returned, abs=2)

@@ -92,7 +92,20 @@ _VARIABLES = (
     "MALLOC_TRIM_THRESHOLD_",
 )
 
+_MMAP_THRESHOLD, _LARGE = -3, 4 << 20  # M_MMAP_THRESHOLD, bytes
+
 _holds_more = False  # than glibc would by itself, and nothing was given back since
+
+
+def return_large() -> None:
+    """Lets glibc give large blocks back to the kernel as soon as they are freed.
+
+    By itself it keeps blocks of up to 32 MiB, once it has seen one, in a heap that shrinks at its end only. Not where
+    the user has set glibc's own variables. It cannot be undone: glibc does not go back to a threshold that moves.
+    """
+    libc = _tunable_libc()
+    if libc is not None:
+        libc.mallopt(_MMAP_THRESHOLD, _LARGE)
 
 
 def keep_freed() -> bool:
@@ -101,14 +114,22 @@ def keep_freed() -> bool:
     Returns:
         Whether it does so now: not where the user has set glibc's own variables, nor with another C library.
     """
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version"):
-        return False
-    if any(name in os.environ for name in _VARIABLES) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
+    libc = _tunable_libc()
+    if libc is None:
         return False
     global _holds_more
     _holds_more = all([libc.mallopt(parameter, value) == 1 for parameter, value in _KEEPING.items()])
     return _holds_more
+
+
+def _tunable_libc() -> ctypes.CDLL | None:
+    """Return glibc; None where it is another C library, or the user has set its variables."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return None
+    if any(name in os.environ for name in _VARIABLES) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
+        return None
+    return libc
 
 
 def keep_no_longer() -> None:
