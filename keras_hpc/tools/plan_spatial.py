@@ -9,7 +9,7 @@ Section V, in the terms of this package. Of P parts and n samples of a group, a 
     + the reduction of the gradients, of which backward hides what it can
 
 A message of m bytes takes alpha + m / bandwidth. Layers are measured alone, on one rank, so ranks that share caches and
-memory of a node are slower than this says.
+memory of a node are slower than this says. Set OMP_NUM_THREADS, or what the framework reads, to a rank's threads.
 """
 
 from __future__ import annotations
@@ -194,8 +194,10 @@ def run(arguments: Any, network: Any) -> int:
         arguments: of the command line.
         network: how fast ranks reach each other, a `plan.Network`.
     """
+    from keras_hpc.job import resources
     from keras_hpc.tools import layer_times
 
+    resources.keep_freed()  # as in a job
     model = model_of(arguments.spatial)
     ranks, nodes = arguments.ranks, arguments.nodes or arguments.ranks
 
