@@ -50,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure the ranks that a launcher has started, or start some. Collective."""
     ranks.check(arguments.ranks, arguments.plot)
     if not launch.ranks_started():
-        command = [sys.executable, "-m", "keras_hpc", *ranks.without(sys.argv[1:], ("--ranks",))]
+        # -P: in a clone, the folder of sources is not what was installed.
+        command = [sys.executable, "-P", "-m", "keras_hpc", *ranks.without(sys.argv[1:], ("--ranks",))]
         return ranks.start(command, arguments.ranks or 2)
     return measure(ranks.world(arguments.ranks), arguments)
 

@@ -71,6 +71,7 @@ def _backend() -> str:
 
 def _train(ranks: int, backend: str, epochs: int, cores: int) -> dict[str, Any]:
     environment = os.environ | {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONSAFEPATH"] = "1"  # in a clone, the folder of sources is not what was installed
     # An own core for each rank, the only one as well: that is what is compared.
     pinned = ["--cores", "1"] if cores >= ranks else ["--no-pin"]
     with tempfile.TemporaryDirectory() as folder:
