@@ -43,16 +43,21 @@ def _job():
 @pytest.mark.parametrize(
     ("arguments", "reference"),
     [
-        ({"every": 5}, {"every": 5}),
-        ({"every": 1}, {"every": 1}),
-        ({"every": 5, "average_optimizer": True}, {"every": 5, "average_optimizer": True}),
         ({"every": 5, "outer": "nesterov"}, {"every": 5, "outer": (0.7, 0.9)}),
-        (
-            {"every": 1, "outer": "nesterov", "outer_rate": 0.4, "outer_momentum": 0.5},
-            {"every": 1, "outer": (0.4, 0.5)},
-        ),
-        ({"every": 5, "overlap_steps": 2}, {"every": 5, "overlap": 2}),
         ({"every": 7, "overlap_steps": 6, "outer": "nesterov"}, {"every": 7, "overlap": 6, "outer": (0.7, 0.9)}),
+        *(
+            pytest.param(*case, marks=enough_on("torch"))
+            for case in (
+                ({"every": 5}, {"every": 5}),
+                ({"every": 1}, {"every": 1}),
+                ({"every": 5, "average_optimizer": True}, {"every": 5, "average_optimizer": True}),
+                (
+                    {"every": 1, "outer": "nesterov", "outer_rate": 0.4, "outer_momentum": 0.5},
+                    {"every": 1, "outer": (0.4, 0.5)},
+                ),
+                ({"every": 5, "overlap_steps": 2}, {"every": 5, "overlap": 2}),
+            )
+        ),
     ],
     ids=str,
 )
@@ -66,7 +71,10 @@ def test_fit_equals_local_sgd(arguments, reference):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("first", "last", "reference"), [(7, 4, (7, 4)), (0.25, 0.5, (6, 12)), (0, 5, (0, 5))])
+@pytest.mark.parametrize(
+    ("first", "last", "reference"),
+    [(7, 4, (7, 4)), *(pytest.param(*c, marks=enough_on("torch")) for c in ((0.25, 0.5, (6, 12)), (0, 5, (0, 5))))],
+)
 def test_synchronous_beginning_and_end(first, last, reference):
     keras_hpc.configure_team(LOCAL, schedule="local", every=4, synchronous_steps=first, cooldown_steps=last)
     model = linear()
@@ -74,6 +82,7 @@ def test_synchronous_beginning_and_end(first, last, reference):
     check(model, LocalSGD(4).train(2 * STEPS, *reference))
 
 
+@enough_on("torch")
 def test_overlap_before_a_synchronous_end():
     keras_hpc.configure_team(
         LOCAL, schedule="local", every=4, overlap_steps=3, outer="nesterov", outer_rate=0.6, cooldown_steps=3
@@ -83,6 +92,7 @@ def test_overlap_before_a_synchronous_end():
     check(model, LocalSGD(4, overlap=3, outer=(0.6, 0.9)).train(2 * STEPS, 0, 3))
 
 
+@enough_on("torch")
 def test_every_epoch():
     keras_hpc.configure_team(LOCAL, schedule="local", every="epoch")
     model = linear()
