@@ -110,6 +110,11 @@ def allreduce(virtual: Virtual, team: Any, sums: Sequence[Branch]) -> np.ndarray
     if virtual.size == 1:
         ((_, _, whole),) = sums
         return whole
+    theirs = [whole_branches(virtual.count, virtual.of(rank)) for rank in range(virtual.size)]
+    if virtual.size == 2 and all(len(branches) == 1 for branches in theirs):
+        ((_, _, whole),) = sums
+        team.allreduce(whole, op="sum", what="gradients of virtual ranks")  # of two there is one order
+        return whole
     length, dtype = len(sums[0][2]), sums[0][2].dtype
     ends = [length * rank // virtual.size for rank in range(virtual.size + 1)]
     lengths = np.diff(ends).tolist()
@@ -118,7 +123,6 @@ def allreduce(virtual: Virtual, team: Any, sums: Sequence[Branch]) -> np.ndarray
     else:
         arrays = [array for *_, array in sums]
         sent = np.concatenate([a[ends[r] : ends[r + 1]] for r in range(virtual.size) for a in arrays])
-    theirs = [whole_branches(virtual.count, virtual.of(rank)) for rank in range(virtual.size)]
     of_mine = lengths[virtual.rank]
     received = np.empty(of_mine * sum(map(len, theirs)), dtype)
     team.native.alltoall(

@@ -23,6 +23,7 @@ X = random.normal(size=(53, 6, 6, 1)).astype("float32")
 Y = np.argmax(X[:, 0, :3, 0] + 0.1 * random.normal(size=(53, 3)), axis=1).astype("int32")
 # 24 samples in a step: of the last 5 samples three of eight parts have none.
 FIT = {"batch_size": 3, "epochs": 2, "verbose": 0}
+SOAKS = bool(os.environ.get("TESTS_SOAK"))
 TENSORFLOW = keras.backend.backend() == "tensorflow"
 
 
@@ -84,9 +85,8 @@ def same_bits(train, **options):
     return results[0]
 
 
+@enough_on("jax", "torch")
 def test_arrays_with_a_tail_and_validation():
-    """And parts do what as many ranks do, but for rounding."""
-
     def train():
         model = network()
         history = model.fit(X, Y, **FIT, validation_data=(X[:20], Y[:20])).history
@@ -155,14 +155,16 @@ def test_goes_on_with_the_same_bits_on_another_number_of_ranks():
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # as Keras says of every generator
-@enough_on("tensorflow")
+@enough_on("tensorflow", "torch")
 def test_batches_of_a_data_set():
     """Ready-made batches, dealt to parts and cut among them, with two of eight parts of the last step left over."""
 
     def train():
         model = network(keras.optimizers.SGD(0.05, gradient_accumulation_steps=2, clipnorm=1.0))
-        data = [Parts(X, Y, batch=4, whole=True), ((X[i : i + 4], Y[i : i + 4]) for i in range(0, 52, 4))]
-        data.append(keras_hpc.data.Dataset(file, batch_size=4, fields=("x", "y"), seed=2))
+        data = []
+        if not TENSORFLOW or SOAKS:  # which makes its programs anew for each
+            data = [Parts(X, Y, batch=4, whole=True), ((X[i : i + 4], Y[i : i + 4]) for i in range(0, 52, 4))]
+            data.append(keras_hpc.data.Dataset(file, batch_size=4, fields=("x", "y"), seed=2))
         if TENSORFLOW:
             import tensorflow as tf
 
@@ -179,7 +181,8 @@ def test_batches_of_a_data_set():
     np.savez(file, x=X, y=Y)
     try:
         same_bits(train)
-        same_bits(train, batch="global")
+        if not TENSORFLOW or SOAKS:
+            same_bits(train, batch="global")
     finally:
         shutil.rmtree(folder)
 
