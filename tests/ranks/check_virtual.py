@@ -155,7 +155,7 @@ def test_goes_on_with_the_same_bits_on_another_number_of_ranks():
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # as Keras says of every generator
-@enough_on("tensorflow", "torch")
+@enough_on("tensorflow")
 def test_batches_of_a_data_set():
     """Ready-made batches, dealt to parts and cut among them, with two of eight parts of the last step left over."""
 
