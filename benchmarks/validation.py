@@ -7,6 +7,7 @@ fitted: a link has the bandwidth that it was given, less the headers of TCP, and
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.steps import step_of
 from keras_hpc.job import launch
 from keras_hpc.job.plan import TensorSpec
 from keras_hpc.job.team import Team, make_team
@@ -35,11 +37,10 @@ def measure(world: launch.World, timeline: Timeline, compute_s: list[float], rep
     team.native.add_choice("network", 0, 1 << 62, ALGORITHM)
     rows: list[dict[str, Any]] = [{"latency_us": _latency(world)}]
     for nbytes in SIZES:
-        count = max(1, nbytes // _MIB)
-        run = _steps(team, f"{nbytes} bytes", (nbytes // 4 // count,) * count, (0.0,) * count, 0.0)
+        run = _steps(team, f"{nbytes} bytes", _at_once(nbytes))
         rows.append({"what": f"{nbytes:,} bytes", "nbytes": nbytes, "measured_ms": _median(team, run, repeats)})
     for seconds in compute_s:
-        run = _steps(team, f"step of {seconds} s", timeline.elements, timeline.ready, seconds)
+        run = _steps(team, f"step of {seconds} s", dataclasses.replace(timeline, compute_s=seconds, update_s=0.0))
         took = _median(team, run, repeats)
         rows.append(
             {
@@ -52,6 +53,12 @@ def measure(world: launch.World, timeline: Timeline, compute_s: list[float], rep
     team.barrier()
     team.close()
     return rows
+
+
+def _at_once(nbytes: int) -> Timeline:
+    """As much as an allreduce of so many bytes, in tensors of at most 1 MiB."""
+    count = max(1, nbytes // _MIB)
+    return Timeline((nbytes // 4 // count,) * count, (0.0,) * count, 0.0, 0.0, ())
 
 
 def computing(mbit: int) -> list[float]:
@@ -74,24 +81,13 @@ def _latency(world: launch.World) -> float:
     return float(world.comm.bcast(1e6 * statistics.median(took) / 2))
 
 
-def _steps(
-    team: Team, name: str, elements: tuple[int, ...], ready: tuple[float, ...], compute_s: float
-) -> Callable[[], float]:
-    plan = team.plan(name, [TensorSpec(f"{i}", (n,), "float32") for i, n in enumerate(elements)])
-    arrays = [np.ones(n, np.float32) for n in elements]
-    order = sorted(range(len(elements)), key=lambda i: ready[i])
+def _steps(team: Team, name: str, timeline: Timeline) -> Callable[[], float]:
+    plan = team.plan(name, [TensorSpec(f"{i}", (n,), "float32") for i, n in enumerate(timeline.elements)])
+    step = step_of(plan, timeline)
 
     def run() -> float:
         team.barrier()
-        begin = time.perf_counter()
-        for i in order:
-            left = begin + compute_s * ready[i] - time.perf_counter()
-            if left > 0:
-                time.sleep(left)
-            plan.start(i, arrays[i])
-        for i in range(len(elements)):
-            plan.wait(i)
-        return time.perf_counter() - begin
+        return step()
 
     return run
 
@@ -113,10 +109,9 @@ def add_simulated(
     found = []
     for row in rows[1:]:
         if "nbytes" in row:
-            count = max(1, row["nbytes"] // _MIB)
-            steps = Timeline((row["nbytes"] // 4 // count,) * count, (0.0,) * count, 0.0, 0.0, ())
+            steps = _at_once(row["nbytes"])
         else:
-            steps = Timeline(timeline.elements, timeline.ready, row["compute_ms"] / 1e3, 0.0, ())
+            steps = dataclasses.replace(timeline, compute_s=row["compute_ms"] / 1e3, update_s=0.0, variation=())
         options = ["--algorithm", ALGORITHM]
         said = simulator.simulate_steps(program, platform, hosts, folder, steps, options)
         found.append(

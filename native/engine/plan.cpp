@@ -229,6 +229,10 @@ bool Plan::uses_network(int lane) const {
   return lanes_[at(lane)].network && !lanes_[at(lane)].network->is_idle();
 }
 
+bool Plan::is_through(int lane) const {
+  return lanes_[at(lane)].copied >= step() * layout_.buckets_of_lane(lane).size();
+}
+
 bool Plan::drive_network(LaneState& lane) {
   if (!lane.network || lane.network->is_idle()) return false;
   bool moved = lane.network->advance() != Progress::none;
@@ -333,7 +337,7 @@ void Plan::spread(const Turn& turn, LaneState& lane) {
       for (void* out : lane.outs) copy_shared(out, from, nbytes);
       return;
     }
-    if (!in_segment_) lane.outs.push_back(from);  // where the other ranks find it
+    if (!in_segment_ && topology_.local_size() > 1) lane.outs.push_back(from);  // where the other ranks find it
     const Source source{from, 1.0};
     keras_hpc::reduce(turn.bucket.dtype, Op::sum, &source, 1, false, scale, lane.outs.data(), lane.outs.size(),
                       nbytes / size_of(turn.bucket.dtype));

@@ -74,6 +74,7 @@ class Plan {
   // Does what can be done now on one lane. One thread at a time per lane. True if anything was done.
   bool advance(int lane, Channel& channel);
   bool uses_network(int lane) const;  // for who holds the lane: something is on its way between nodes
+  bool is_through(int lane) const;    // likewise: of this execution nothing is left to do
 
   const std::string& name() const { return name_; }
   const std::vector<TensorSpec>& tensors() const { return tensors_; }

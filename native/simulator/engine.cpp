@@ -4,6 +4,8 @@
 
 #include <memory>
 #include <numeric>
+#include <simgrid/s4u.hpp>
+#include <string>
 #include <vector>
 
 #include "algorithms/allreduce.hpp"
@@ -57,10 +59,10 @@ std::unique_ptr<SimulatedTransport> make_transport(int size, const Options& opti
   return std::make_unique<SimulatedTransport>(make_mpi_transport(std::move(world), nodes), options);
 }
 
-// A rank's side of a team, which has one lane here, served by the rank itself.
+// A rank's side of a team. The first lane is served by the rank itself.
 struct Rank {
-  explicit Rank(Transport& transport)
-      : channel(transport.open_channel()), failure(transport.topology(), &bell, &caller, 0.0) {
+  Rank(Transport& transport, int lanes) : failure(transport.topology(), &bell, &caller, 0.0) {
+    for (int lane = 0; lane < lanes; ++lane) channels.push_back(transport.open_channel());
     context.topology = &transport.topology();
     context.bells = &bell;
     context.callers = &caller;
@@ -70,12 +72,15 @@ struct Rank {
     context.asynchronous_waits = &waits;
   }
 
+  // Nobody else has opened any.
+  static int channel_number(int lane) { return lane; }
+
   template <class Ready, class Look>
   void wait(Ready&& ready, Look&& look) {
     wait_for(context.patience, bell, kNoLimit, ready, look);
   }
 
-  std::unique_ptr<Channel> channel;
+  std::vector<std::unique_ptr<Channel>> channels;  // one per lane
   Bell bell{}, caller{};
   Activity activity{kNoLimit};
   Failure failure;
@@ -86,7 +91,7 @@ struct Rank {
 void time_allreduce(const Options& options, Rank& rank) {
   const Topology& topology = *rank.context.topology;
   Schedules schedules({topology.peers_of_slice(0), topology.node});
-  Allreduce allreduce(*rank.channel, schedules, 0);
+  Allreduce allreduce(*rank.channels[0], schedules, 0);
   const auto memory = message_memory(options.bytes);
   const auto algorithm = options.algorithm_for(options.bytes, static_cast<size_t>(topology.size));
   double least = kNoLimit;
@@ -111,32 +116,90 @@ void time_allreduce(const Options& options, Rank& rank) {
                 name_of(algorithm), options.bytes, least * 1e6);
 }
 
+// The steps of one rank: its lanes, each a thread with a core of its own.
+class Lanes {
+ public:
+  Lanes(Rank& rank, Plan& plan, const Timeline& timeline, void* data)
+      : rank_(rank), plan_(plan), timeline_(timeline), data_(data) {
+    for (int lane = 1; lane < lanes(); ++lane) {
+      const auto thread = simgrid::s4u::Actor::create("lane", simgrid::s4u::this_actor::get_host(), [this, lane] {
+        for (begin_->acquire(); !stopping_; begin_->acquire()) {
+          serve(lane);
+          end_->release();
+        }
+        end_->release();
+      });
+      simulated::serve(rank_.channel_number(lane), rank_.context.topology->rank, thread->get_pid());
+    }
+  }
+  ~Lanes() {
+    stopping_ = true;
+    together([] {});
+  }
+  Lanes(const Lanes&) = delete;
+
+  // Gradients come while the node computes for so many seconds from `begin`.
+  void step(double begin, double compute_s) {
+    begin_at_ = begin;
+    compute_s_ = compute_s;
+    started_ = 0;
+    together([this] { serve(0); });
+    for (int t = 0; t < count(); ++t) plan_.release(t);
+  }
+
+ private:
+  int lanes() const { return static_cast<int>(rank_.channels.size()); }
+  int count() const { return static_cast<int>(timeline_.tensors.size()); }
+  double due() const {
+    if (started_ == count()) return kNoLimit;
+    return begin_at_ + compute_s_ * timeline_.ready[at(timeline_.order[at(started_)])];
+  }
+
+  template <class Mine>
+  void together(Mine&& mine) {
+    for (int lane = 1; lane < lanes(); ++lane) begin_->release();
+    mine();
+    for (int lane = 1; lane < lanes(); ++lane) end_->acquire();
+  }
+
+  // Whichever lane comes first starts what is due, which takes no time.
+  void serve(int lane) {
+    const auto is_over = [&] { return started_ == count() && plan_.is_through(lane); };
+    const auto ready = [&] {
+      for (; due() <= simulated::now() + kInstant; ++started_) plan_.start(timeline_.order[at(started_)], data_, 1.0);
+      simulated::wake_at(due());
+      return plan_.advance(lane, *rank_.channels[at(lane)]) || is_over();
+    };
+    while (!is_over()) rank_.wait(ready, [&] { return plan_.uses_network(lane); });
+  }
+
+  Rank& rank_;
+  Plan& plan_;
+  const Timeline& timeline_;
+  void* const data_;
+  double begin_at_ = 0, compute_s_ = 0;
+  int started_ = 0;
+  bool stopping_ = false;
+  const simgrid::s4u::SemaphorePtr begin_ = simgrid::s4u::Semaphore::create(0);
+  const simgrid::s4u::SemaphorePtr end_ = simgrid::s4u::Semaphore::create(0);
+};
+
 void time_steps_of_engine(const Options& options, Rank& rank, Transport& transport) {
   const Topology& topology = *rank.context.topology;
   const Timeline timeline(options.tensors);
-  const int count = static_cast<int>(timeline.tensors.size());
   const DType wire = parse_dtype(options.wire);
   const PlanOptions reduction{Op::mean, true, wire == DType::float32 ? std::nullopt : std::optional<DType>(wire), false,
                               options.bucket_bytes};
   Plan plan(
-      rank.context, 0, "step", timeline.tensors, reduction, 1,
+      rank.context, 0, "step", timeline.tensors, reduction, options.lanes,
       [&](size_t nbytes) { return options.algorithm_for(nbytes, static_cast<size_t>(topology.size)); }, transport,
-      *rank.channel);
+      *rank.channels[0]);
   void* data = simulated::reserve(kTensorSpace);
-  time_steps(
-      options, topology.rank, topology.size, plan.layout().buckets().size(), [&](double begin, double compute_s) {
-        int started = 0;
-        const auto next = [&] { return timeline.order[at(started)]; };
-        const auto due = [&] { return started < count ? begin + compute_s * timeline.ready[at(next())] : kNoLimit; };
-        const auto is_over = [&] { return started == count && plan.first_incomplete(0) == count; };
-        const auto ready = [&] {
-          for (; due() <= simulated::now() + kInstant; ++started) plan.start(next(), data, 1.0);
-          simulated::wake_at(due());
-          return plan.advance(0, *rank.channel) || is_over();
-        };
-        while (!is_over()) rank.wait(ready, [&] { return plan.uses_network(0); });
-        for (int t = 0; t < count; ++t) plan.release(t);
-      });
+  {
+    Lanes lanes(rank, plan, timeline, data);
+    time_steps(options, topology.rank, topology.size, plan.layout().buckets().size(),
+               [&](double begin, double compute_s) { lanes.step(begin, compute_s); });
+  }
   munmap(data, kTensorSpace);
 }
 
@@ -144,7 +207,7 @@ void time_steps_of_engine(const Options& options, Rank& rank, Transport& transpo
 
 void time_engine(const Options& options, int size) {
   const auto transport = make_transport(size, options);
-  Rank rank(*transport);
+  Rank rank(*transport, options.lanes);
   options.tensors.empty() ? time_allreduce(options, rank) : time_steps_of_engine(options, rank, *transport);
 }
 

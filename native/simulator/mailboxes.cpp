@@ -22,6 +22,14 @@ struct Payload {
   char bytes[kCopiedBytes];
 };
 
+// Of all ranks, which are in this process.
+std::map<std::pair<int, int>, long> threads;
+
+long thread_of(int number, int rank) {
+  const auto found = threads.find({number, rank});
+  return found == threads.end() ? pid_of(rank) : found->second;
+}
+
 // SMPI would have what they point to copied.
 simgrid::s4u::CommPtr hand_over_pointers(const simgrid::s4u::CommPtr& comm) {
   return comm->set_copy_data_callback(simgrid::s4u::Comm::copy_pointer_callback);
@@ -127,7 +135,7 @@ class MailboxChannel final : public Channel {
       std::string name = eager ? "eager" : "";
       for (const int part : {number_, from, to, tag}) name += ":" + std::to_string(part);
       known = simgrid::s4u::Mailbox::by_name(name);
-      if (eager) known->set_receiver(simgrid::s4u::Actor::by_pid(pid_of(to)));
+      if (eager) known->set_receiver(simgrid::s4u::Actor::by_pid(thread_of(number_, to)));
     }
     return *known;
   }
@@ -143,6 +151,10 @@ class MailboxChannel final : public Channel {
 
 std::unique_ptr<Channel> make_mailbox_channel(std::unique_ptr<Channel> mpi, int number, int rank, double overhead_s) {
   return std::make_unique<MailboxChannel>(std::move(mpi), number, rank, overhead_s);
+}
+
+void serve(int number, int rank, long thread) {
+  threads[{number, rank}] = thread;
 }
 
 }  // namespace keras_hpc::simulated

@@ -15,4 +15,8 @@ constexpr size_t kEagerBytes = 64 << 10;
 // `number` is the same on all ranks, and different for each channel. Collectives go through `mpi`.
 std::unique_ptr<Channel> make_mailbox_channel(std::unique_ptr<Channel> mpi, int number, int rank, double overhead_s);
 
+// Before any message: the thread, by SimGrid's number, that receives what comes to this rank through a channel. Else it
+// is the rank's own.
+void serve(int number, int rank, long thread);
+
 }  // namespace keras_hpc::simulated

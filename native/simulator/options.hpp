@@ -20,6 +20,7 @@ struct Options {
   std::string messages = "simgrid";  // or mpi: SMPI's, as the engine uses them elsewhere; slower to simulate
   double overhead_s = 4e-7;          // that it takes the processor to send or receive one, if they are SimGrid's
   size_t bucket_bytes = 0;           // the engine's choice
+  int lanes = 1;                     // of the team, each with a thread and a core of its own
   std::string variation;             // a file of what a node's steps took, of which each node takes some at random
 
   Options(int count, char** words) {
@@ -47,6 +48,8 @@ struct Options {
         overhead_s = std::stod(value);
       else if (name == "--bucket-bytes")
         bucket_bytes = std::stoull(value);
+      else if (name == "--lanes")
+        lanes = std::stoi(value);
       else if (name == "--variation")
         variation = value;
       else if (name == "--reduce-rate")
@@ -58,6 +61,8 @@ struct Options {
       else
         throw Error("Unknown option. Received: " + name);
     }
+    if (lanes < 1 || (lanes > 1 && messages == "mpi"))
+      throw Error("Expected one lane, or several with messages of SimGrid's. Received: " + std::to_string(lanes));
     if (messages != "simgrid" && messages != "mpi")
       throw Error("Unknown kind of messages. Expected simgrid or mpi. Received: " + messages);
   }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <deque>
 #include <simgrid/s4u.hpp>
 #include <utility>
 #include <vector>
@@ -19,8 +20,8 @@ constexpr double kTogether = 1e-6;     // work of less than this is put together
 constexpr double kPollSeconds = 1e-6;  // between two looks of a thread that spins
 constexpr double kLongestNap = 50e-6;  // of wait_for; the next one takes as long
 
-// All ranks share one thread of the machine.
-struct Rank {
+// All threads of all ranks share one thread of the machine.
+struct Thread {
   double owed = 0;
   double wake_at = kNever;
   double spun_until = -1;
@@ -28,17 +29,17 @@ struct Rank {
   std::vector<simgrid::s4u::CommPtr> watched;
 };
 
-Rank& mine() {
-  static std::vector<Rank> ranks(1);
+Thread& mine() {
+  static std::deque<Thread> threads(1);  // what it holds stays where it is
   const auto pid = static_cast<size_t>(simgrid::s4u::this_actor::get_pid());
-  if (ranks.size() <= pid) ranks.resize(pid + 1);
-  return ranks[pid];
+  if (threads.size() <= pid) threads.resize(pid + 1);
+  return threads[pid];
 }
 
 void wait(double seconds) {
-  Rank& rank = mine();
-  rank.watched.clear();
-  sleep(std::max(kShortest, std::min(seconds, rank.wake_at - now())));
+  Thread& thread = mine();
+  thread.watched.clear();
+  sleep(std::max(kShortest, std::min(seconds, thread.wake_at - now())));
 }
 
 // Waits as a thread does that looks every `interval` whether something has come, but looks only when something has.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +67,7 @@ def measure(world: launch.World, arguments: argparse.Namespace, mbit: int | None
     report = ranks.begin_report(world, "allreduce", mbit)
     if arguments.wire_dtype:
         report["wire_dtype"] = arguments.wire_dtype
-    first = True
-
-    def show(rows: Sequence[dict[str, Any]]) -> None:
-        nonlocal first
-        if world.rank == 0:
-            print(allreduce.table(rows, header=first), flush=True)
-        first = False
-
+    show = ranks.printer(world, allreduce.table)
     report["rows"] = allreduce.measure(
         team, arguments.bytes, arguments.seconds, done=show, wire_dtype=arguments.wire_dtype, mbit=mbit
     )

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,19 @@ def end_report(world: launch.World, report: dict[str, Any], file: Path | None) -
     """Write a report, on the first rank."""
     if world.rank == 0 and file:
         file.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def printer(world: launch.World, table: Callable[..., str]) -> Callable[[Any], None]:
+    """Return what prints rows on the first rank as soon as they are known, the first of them with a header."""
+    first = True
+
+    def show(rows: Any) -> None:
+        nonlocal first
+        if world.rank == 0:
+            print(table(rows, header=first), flush=True)
+        first = False
+
+    return show
 
 
 def without(words: Sequence[str], options: Sequence[str]) -> list[str]:

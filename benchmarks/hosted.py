@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of a measurement, on this machine or on hosts that are made on it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from benchmarks.hosts import Hosts, HostsError
+from keras_hpc.errors import LaunchError
+from keras_hpc.job import launch
+from keras_hpc.tools import launchers
+from keras_hpc.tools.bench import ranks
+
+MBIT = "KERAS_HPC_BENCH_MBIT"  # tells the ranks how fast a network we made for them
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Adds how many ranks are started, and where."""
+    parser.add_argument("--ranks", type=int, metavar="N", help="start so many ranks on this machine (default: 2)")
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        metavar="N",
+        help="make so many throw-away hosts on this machine, with --ranks ranks each (needs root and iproute2)",
+    )
+    parser.add_argument("--mbit", type=int, metavar="M", help="bandwidth of each host, Mbit/s each way (default: 2500)")
+
+
+def world_of(arguments: argparse.Namespace) -> launch.World:
+    """The ranks to measure: those that a launcher has started. Without any, starts some and exits with their status."""
+    ranks.check(None if arguments.hosts else arguments.ranks, arguments.plot)
+    if arguments.mbit and not arguments.hosts:
+        sys.exit("--mbit is the bandwidth of the hosts that --hosts makes. Give both.")
+    if not launch.ranks_started():
+        sys.exit(start_ranks(arguments.ranks or 2, arguments.hosts, arguments.mbit or 2500))
+    return ranks.world(arguments.ranks, arguments.hosts)
+
+
+def mbit() -> int | None:
+    """Bandwidth of the hosts that we have made for these ranks."""
+    return int(os.environ[MBIT]) if MBIT in os.environ else None
+
+
+def start_ranks(count: int, hosts: int | None, mbit: int, options: Sequence[str] | None = None) -> int:
+    """Runs a command on `count` ranks, of each host if hosts are wanted; returns its exit status.
+
+    Args:
+        count: ranks, in all or on each host.
+        hosts: how many to make; None: this machine is the only one.
+        mbit: bandwidth of each host, Mbit/s; 0: no limit.
+        options: of `python -m benchmarks`; None: those of this very command.
+    """
+    if options is None:
+        options = ranks.without(sys.argv[1:], ("--ranks", "--hosts", "--mbit"))
+    command = [sys.executable, "-m", "benchmarks", *options]
+    if hosts is None:
+        return ranks.start(command, count)
+    try:
+        mpiexec = launchers.find_mpiexec(launchers.find_library())
+        environment = os.environ | launchers.mpiexec_environment(count * hosts, placed=True, pinned=True)
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        with Hosts(hosts, mbit or None) as network:
+            environment |= {MBIT: str(mbit)} | network.environment
+            everywhere = [(name, count) for name in network.names]
+            launcher = launchers.mpiexec_command(mpiexec, count * hosts, everywhere, environment)
+            return subprocess.call(network.on_head([*launcher, *command]), env=environment)
+    except (LaunchError, HostsError) as error:
+        sys.exit(str(error))
