@@ -31,6 +31,7 @@ LONG = [
     "tests/test_simulator.py",
     "tests/test_gpu.py",
     "tests/test_device_plan.py",
+    "tests/test_device_errors.py",
     "tests/test_examples.py",
     *(f"tests/test_ranks.py {job}" for job in ("jax-3", "tensorflow-3", "torch-3")),
     "tests/cluster/test_slurm.py",

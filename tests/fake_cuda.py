@@ -17,7 +17,7 @@ ORDERS = ["out waits for ready", "out waits for back", "caller waits for back", 
 def build(folder: Path, without: str = "") -> Path:
     """Compile libcuda.so.1 into a folder, or one that lacks a function."""
     options = ["-Wl,-soname,libcuda.so.1", *([f"-D{without}=not_there"] if without else [])]
-    return _compile("fake_cuda", folder / "libcuda.so.1", *options)
+    return _compile(["fake_cuda", "fake_cuda_controls"], folder / "libcuda.so.1", *options)
 
 
 def build_for_tensorflow(folder: Path) -> Path:
@@ -26,12 +26,13 @@ def build_for_tensorflow(folder: Path) -> Path:
     assert found is not None
     assert found.submodule_search_locations is not None
     headers = f"{found.submodule_search_locations[0]}/include"
-    return _compile("fake_tensorflow_gpu", folder / "fake_tensorflow_gpu.so", "-isystem", headers)
+    return _compile(["fake_tensorflow_gpu"], folder / "fake_tensorflow_gpu.so", "-isystem", headers)
 
 
-def _compile(name: str, library: Path, *options: str) -> Path:
+def _compile(names: list[str], library: Path, *options: str) -> Path:
     command = ["g++", "-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", *options]
-    subprocess.run([*command, "-o", str(library), str(_SOURCES / f"{name}.cpp"), "-lpthread"], check=True, timeout=120)
+    sources = [str(_SOURCES / f"{name}.cpp") for name in names]
+    subprocess.run([*command, "-o", str(library), *sources, "-lpthread"], check=True, timeout=120)
     return library
 
 

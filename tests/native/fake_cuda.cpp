@@ -1,108 +1,18 @@
 // A libcuda.so.1 without a GPU, which finds what a real one would hide.
 //
-// Misuse ends the process with its reason. fake_* are for tests: memory, kernels, errors, what is still there.
-#include <sys/prctl.h>
+// Misuse ends the process with its reason. What tests tell it is in fake_cuda_controls.cpp.
+#include "fake_cuda.hpp"
 
-#include <algorithm>
-#include <atomic>
-#include <cstdint>
 #include <cstdio>
-#include <cstring>
-#include <map>
-#include <mutex>
-#include <string>
-#include <vector>
 
-#include "fake_gpu.hpp"
+using namespace fake_cuda;
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
-namespace {
-
-using fake::die;
-
-constexpr int kInvalidValue = 1, kNotReady = 600, kAlreadyPinned = 712, kNotPinned = 713;
-
-std::mutex world;
-fake::Memory memory(PROT_NONE);
-std::map<uintptr_t, size_t> pinned;
-std::map<int, int> contexts;  // device: how often it was retained
-std::atomic<int> streams{0}, events{0};
-std::atomic<int> devices{1}, first_device{0};
-std::atomic<bool> any_pointer{false}, slow_back{false}, hung{false}, back_hangs{false};
-std::atomic<bool> pageable{false};  // memory was not to be pinned: copies of other memory are no mistake then
-thread_local bool in_step = false;
-std::string failing, dropped;
-int failing_after = 0;
-std::map<std::string, int> calls;
-thread_local std::vector<int> current;  // devices, the last one is it
-
-// A thread of the engine, or one that a test has said it of.
-bool is_in_step() {
-  char name[16] = {};
-  prctl(PR_GET_NAME, name);
-  return in_step || std::strncmp(name, "khpc-", 5) == 0;
-}
-
-// What each function begins with: its error, if a test has asked for one.
-int enter(const char* name, bool waits = false) {
-  if (waits && is_in_step()) die(std::string(name) + " inside a step: it would wait for the device");
-  const std::lock_guard lock(world);
-  ++calls[name];
-  if (failing == name && failing_after-- == 0) return 999;  // CUDA_ERROR_UNKNOWN
-  return 0;
-}
 #define ENTER(...) \
   if (const int error = enter(__VA_ARGS__); error != 0) return error
 
-bool drops(const char* what) {
-  const std::lock_guard lock(world);
-  return dropped == what;
-}
+namespace {
 
-void need_context(const char* name) {
-  if (current.empty()) die(std::string(name) + " without a current context on this thread");
-}
-
-// Where streams find `n` bytes of the device; null if they are not the device's.
-std::byte* behind(uint64_t pointer, size_t n) {
-  std::byte* found = memory.behind(pointer, n);
-  return found == nullptr && any_pointer ? reinterpret_cast<std::byte*>(pointer) : found;
-}
-
-bool is_pinned(const void* data, size_t n) {
-  const std::lock_guard lock(world);
-  const auto address = reinterpret_cast<uintptr_t>(data);
-  for (const auto& [begin, nbytes] : pinned)
-    if (begin <= address && address + n <= begin + nbytes) return true;
-  return false;
-}
-
-struct Stream : fake::Stream {
-  explicit Stream(bool own) : own(own) {
-    const std::lock_guard lock(world);
-    all().push_back(this);
-  }
-  ~Stream() {
-    const std::lock_guard lock(world);
-    all().erase(std::find(all().begin(), all().end(), this));
-  }
-  static std::vector<Stream*>& all() {
-    static auto& streams = *new std::vector<Stream*>;
-    return streams;
-  }
-  const bool own;  // made by who is tested, not by fake_stream
-};
-
-Stream& of(void* stream) {
-  static Stream& the_default = *new Stream(false);
-  return stream == nullptr ? the_default : *static_cast<Stream*>(stream);
-}
-
-struct Event : fake::Event {
-  bool on_own_stream = false;
-  std::vector<fake::Event> of_all;  // recorded on all streams
-};
+constexpr int kInvalidValue = 1, kNotReady = 600, kAlreadyPinned = 712, kNotPinned = 713;
 
 // What cuIpcGetMemHandle hands out.
 struct Exported {
@@ -116,10 +26,6 @@ std::atomic<uint64_t>* flag_at(uint64_t pointer) {
   return reinterpret_cast<std::atomic<uint64_t>*>(pointer);
 }
 
-void hang() {
-  while (hung) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-}
-
 int copy(const char* name, void* stream, std::byte* to, const std::byte* from, size_t n, const void* host,
          const void* device) {
   need_context(name);
@@ -131,93 +37,8 @@ int copy(const char* name, void* stream, std::byte* to, const std::byte* from, s
 
 }  // namespace
 
-// ---- for tests
-
-EXPORT void fake_reset(int device_count, int delay) {
-  const std::lock_guard lock(world);
-  devices = device_count;
-  first_device = 0;
-  fake::delay_us = delay;
-  any_pointer = slow_back = pageable = in_step = hung = back_hangs = false;
-  failing = dropped = "";
-  calls.clear();
-}
-// The GPUs of the node that this process sees.
-EXPORT void fake_show(int first, int count) {
-  first_device = first;
-  devices = count;
-}
-EXPORT void fake_any_pointer(int yes) {
-  any_pointer = yes != 0;
-}
-// This thread is inside a step: what waits for the device is a mistake.
-EXPORT void fake_in_step(int yes) {
-  in_step = yes != 0;
-}
-// The call number `after`, from 0, of a function fails.
-EXPORT void fake_fail(const char* name, int after) {
-  const std::lock_guard lock(world);
-  failing = name;
-  failing_after = after;
-}
-// One kind of order is not kept any more: "out waits for ready", "out waits for back", "caller waits for back",
-// "arrived", or "back" (which is asked).
-EXPORT void fake_drop(const char* what) {
-  const std::lock_guard lock(world);
-  dropped = what;
-}
-// Copies to the device take milliseconds.
-EXPORT void fake_slow_back(int yes) {
-  slow_back = yes != 0;
-}
-// A kernel that does not end before fake_hang is called with 0; null: copies to the device do not.
-EXPORT void fake_hang(void* stream, int yes) {
-  hung = yes != 0;
-  back_hangs = hung && stream == nullptr;
-  if (hung && stream != nullptr) of(stream).push([] { hang(); });
-}
-EXPORT int fake_calls(const char* name) {
-  const std::lock_guard lock(world);
-  return calls[name];
-}
-// Streams, events, pinned ranges, allocations and contexts that are still there.
-EXPORT int fake_left() {
-  const std::lock_guard lock(world);
-  int left = streams + events + static_cast<int>(pinned.size() + memory.count());
-  for (const auto& [device, times] : contexts) left += times;
-  return left;
-}
-EXPORT void* fake_stream() {
-  return new Stream(false);
-}
-EXPORT void fake_destroy_stream(void* stream) {
-  delete static_cast<Stream*>(stream);
-}
-// Kernels: `n` bytes, which are taken from the host at once, into device memory; and the other way, which waits.
-EXPORT void fake_write(void* stream, uint64_t to, const void* from, size_t n) {
-  std::byte* device = behind(to, n);
-  if (device == nullptr) die("a kernel writes to memory that is not the device's");
-  const std::vector<std::byte> copy(static_cast<const std::byte*>(from), static_cast<const std::byte*>(from) + n);
-  of(stream).push([=] { std::memcpy(device, copy.data(), n); });
-}
-EXPORT void fake_read(void* stream, void* to, uint64_t from, size_t n) {
-  const std::byte* device = behind(from, n);
-  if (device == nullptr) die("a kernel reads memory that is not the device's");
-  of(stream).push([=] { std::memcpy(to, device, n); });
-  of(stream).finish();
-}
-// Waits until the stream has done what it was given.
-EXPORT void fake_finish(void* stream) {
-  of(stream).finish();
-}
-EXPORT uint64_t fake_allocate(size_t n, int device) {
-  return reinterpret_cast<uint64_t>(memory.allocate(n, device));
-}
-EXPORT void fake_free(uint64_t pointer) {
-  memory.free(reinterpret_cast<void*>(pointer));
-}
-
-// ---- the driver
+EXPORT uint64_t fake_allocate(size_t n, int device);
+EXPORT void fake_free(uint64_t pointer);
 
 EXPORT int cuInit(unsigned) {
   ENTER("cuInit");

@@ -1,0 +1,88 @@
+// What tests tell the fake libcuda.so.1, and ask of it: memory, kernels, errors, what is still there.
+#include "fake_cuda.hpp"
+
+using namespace fake_cuda;
+
+EXPORT void fake_reset(int device_count, int delay) {
+  const std::lock_guard lock(world);
+  devices = device_count;
+  first_device = 0;
+  fake::delay_us = delay;
+  any_pointer = slow_back = pageable = in_step = hung = back_hangs = false;
+  failing = dropped = "";
+  calls.clear();
+}
+// The GPUs of the node that this process sees.
+EXPORT void fake_show(int first, int count) {
+  first_device = first;
+  devices = count;
+}
+EXPORT void fake_any_pointer(int yes) {
+  any_pointer = yes != 0;
+}
+// This thread is inside a step: what waits for the device is a mistake.
+EXPORT void fake_in_step(int yes) {
+  in_step = yes != 0;
+}
+// The call number `after`, from 0, of a function fails.
+EXPORT void fake_fail(const char* name, int after) {
+  const std::lock_guard lock(world);
+  failing = name;
+  failing_after = after;
+}
+// One kind of order is not kept any more: "out waits for ready", "out waits for back", "caller waits for back",
+// "arrived", or "back" (which is asked).
+EXPORT void fake_drop(const char* what) {
+  const std::lock_guard lock(world);
+  dropped = what;
+}
+// Copies to the device take milliseconds.
+EXPORT void fake_slow_back(int yes) {
+  slow_back = yes != 0;
+}
+// A kernel that does not end before fake_hang is called with 0; null: copies to the device do not.
+EXPORT void fake_hang(void* stream, int yes) {
+  hung = yes != 0;
+  back_hangs = hung && stream == nullptr;
+  if (hung && stream != nullptr) of(stream).push([] { hang(); });
+}
+EXPORT int fake_calls(const char* name) {
+  const std::lock_guard lock(world);
+  return calls[name];
+}
+// Streams, events, pinned ranges, allocations and contexts that are still there.
+EXPORT int fake_left() {
+  const std::lock_guard lock(world);
+  int left = streams + events + static_cast<int>(pinned.size() + memory.count());
+  for (const auto& [device, times] : contexts) left += times;
+  return left;
+}
+EXPORT void* fake_stream() {
+  return new Stream(false);
+}
+EXPORT void fake_destroy_stream(void* stream) {
+  delete static_cast<Stream*>(stream);
+}
+// Kernels: `n` bytes, which are taken from the host at once, into device memory; and the other way, which waits.
+EXPORT void fake_write(void* stream, uint64_t to, const void* from, size_t n) {
+  std::byte* device = behind(to, n);
+  if (device == nullptr) die("a kernel writes to memory that is not the device's");
+  const std::vector<std::byte> copy(static_cast<const std::byte*>(from), static_cast<const std::byte*>(from) + n);
+  of(stream).push([=] { std::memcpy(device, copy.data(), n); });
+}
+EXPORT void fake_read(void* stream, void* to, uint64_t from, size_t n) {
+  const std::byte* device = behind(from, n);
+  if (device == nullptr) die("a kernel reads memory that is not the device's");
+  of(stream).push([=] { std::memcpy(to, device, n); });
+  of(stream).finish();
+}
+// Waits until the stream has done what it was given.
+EXPORT void fake_finish(void* stream) {
+  of(stream).finish();
+}
+EXPORT uint64_t fake_allocate(size_t n, int device) {
+  return reinterpret_cast<uint64_t>(memory.allocate(n, device));
+}
+EXPORT void fake_free(uint64_t pointer) {
+  memory.free(reinterpret_cast<void*>(pointer));
+}
