@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
-from benchmarks import validation
+from benchmarks import scaling, validation
 
 # What a training step spends its time on, as DeepEx names it. Hidden communication takes no time of the step.
 PARTS = {
@@ -144,10 +144,12 @@ def _peers(report: dict[str, Any]) -> str:
 def _scaling(report: dict[str, Any]) -> str:
     def cells(row: dict[str, Any]) -> list[str]:
         buckets = f", buckets of {row['bucket_mib']} MiB" if row["bucket_mib"] else ""
-        step = f"{row['step_ms']:g} ms{', measured noise' if row['noise'] else ''}"
+        lanes = "" if row["lanes"] == scaling.LANES else f", {row['lanes']} thread{'s' * (row['lanes'] > 1)}"
+        noise = f", {row['noise']} noise" if row["noise"] else ""
+        step = f"{row['step_ms']:g} ms{noise}"
         times = [f"{row['step']:.2f}", f"{row['exposed_ms']:.2f}", f"{row['efficiency']:.1%}"]
         reach = f"{row['perfect_ms'] / row['step']:.3f}"
-        return [row["platform"], row["model"], step, row["way"] + buckets, f"{row['nodes']:,}", *times, reach]
+        return [row["platform"], row["model"], step, row["way"] + buckets + lanes, f"{row['nodes']:,}", *times, reach]
 
     columns = [
         *("platform", "model", "a step alone", "reduced by", "nodes", "simulated step, ms", "exposed, ms"),

@@ -18,12 +18,15 @@ from keras_hpc.tools.timeline import Timeline
 TIMELINES = Path(__file__).resolve().parents[1] / "docs" / "performance" / "timelines"
 MODELS = {"resnet50": "ResNet50", "inceptionv3": "Inception v3"}
 MIB = 1 << 20
+_LONGEST_SECONDS = 2400  # of one simulation, on a machine with something else to do
 _ALGORITHMS = {"keras_hpc": "usual", "MPI": "mpi"}
+LANES = 4  # of a node
 # What the simulator takes for granted, beside the engine's code and the platforms of keras_hpc/tools/simulator.py.
 ASSUMPTIONS = {
-    "a node": "one rank and one communication thread, with a core of its own",
-    "a call of MPI that sends or receives": "0.4 us of that thread",
-    "adding up float32": "5 GB/s by that thread, two operands into one",
+    "a node": f"one rank and {LANES} communication threads, as many as the engine takes of 32 cores or more, each with "
+    "a core of its own",
+    "a call of MPI that sends or receives": "0.4 us of its thread, which waits for no other thread",
+    "adding up float32": "5 GB/s by a thread, two operands into one; several threads do not slow each other down",
     "copying": "8 GB/s",
     "rounding to 16 bits and back": "4 GB/s",
     "links": "shared max-min fairly by the flows on them; static, minimal routes; no loss, nobody else's traffic",
@@ -46,12 +49,13 @@ class Case:
     nodes: int
     way: str = "keras_hpc"  # or MPI, or an algorithm of the engine's by name
     bucket_mib: int = 0  # 0: the engine's choice
-    noise: bool = False
+    noise: str = ""  # or how steps vary: "measured", or "own", without what the traced machine's ranks have in common
+    lanes: int = LANES
 
     @property
     def cost(self) -> float:
         """About how long it takes to simulate, to begin with the longest."""
-        return self.nodes * (3 if self.platform == "aries" else 1) * (2 if self.noise else 1)
+        return self.nodes * (3 if self.platform == "aries" else 1) * (2 if self.noise else 1) * 300 / self.step_ms
 
 
 def _cases(
@@ -63,25 +67,35 @@ def _cases(
 _FEW = (2, 8, 32, 128)
 _FIGURE = [
     *_cases(("edr",), MODELS, (300,), (*_FEW, 1024)),
-    *_cases(("hdr",), ("resnet50",), (300,), (*_FEW, 1024)),
-    *_cases(("hdr",), ("inceptionv3",), (300,), _FEW),
+    *_cases(("hdr",), ("resnet50",), (300,), _FEW),
     # 1,024 nodes of a dragonfly take as long to simulate as all the rest.
     *_cases(("aries",), ("resnet50",), (300,), (*_FEW, 512)),
     *_cases(("aries",), ("inceptionv3",), (300,), _FEW),
     *_cases(("edr",), ("resnet50",), (100,), (*_FEW, 1024)),
     *_cases(("aries",), ("resnet50",), (100,), _FEW),
     *_cases(("edr", "hdr"), ("resnet50",), (50,), _FEW),
-    *_cases(("edr",), ("resnet50",), (300,), (*_FEW, 1024), noise=True),
-    *_cases(("edr",), ("inceptionv3",), (300,), _FEW, noise=True),
+    *_cases(("aries",), ("resnet50",), (50,), _FEW[:-1]),
+    *_cases(("edr",), ("resnet50",), (300,), (*_FEW, 1024), noise="own"),
+    *_cases(("edr",), ("resnet50",), (300,), _FEW, noise="measured"),
+    *_cases(("edr",), ("inceptionv3",), (300,), _FEW, noise="own"),
+    *_cases(("edr",), ("inceptionv3",), (300,), _FEW, noise="measured"),
     *_cases(("aries", "edr"), ("resnet50",), (300, 100), _FEW, way="MPI"),
 ]
 # What the engine could choose instead.
 _CHOICES = [
-    case for mib in (1, 2, 4, 8) for case in _cases(("aries", "edr"), ("resnet50",), (100,), (128,), bucket_mib=mib)
-] + [
-    case
-    for way in ("recursive_doubling", "rabenseifner", "ring", "pairwise", "radix_k")
-    for case in _cases(("aries", "edr"), ("resnet50",), (100,), (8, 32), way=way)
+    *(
+        case
+        for lanes in (1, 2)
+        for case in _cases(("aries", "edr"), ("resnet50",), (100, 50), (8, 32, 128), lanes=lanes)
+        if case.platform == "edr" or case.step_ms == 100 or case.nodes < 128
+    ),
+    *(case for mib in (1, 2, 4, 8) for case in _cases(("edr",), ("resnet50",), (100,), (128,), bucket_mib=mib)),
+    *(case for mib in (1, 4) for case in _cases(("aries",), ("resnet50",), (100,), (32,), bucket_mib=mib)),
+    *(
+        case
+        for way in ("recursive_doubling", "rabenseifner", "ring", "pairwise", "radix_k")
+        for case in _cases(("aries", "edr"), ("resnet50",), (100,), (8, 32), way=way)
+    ),
 ]
 CASES = _FIGURE + _CHOICES
 
@@ -112,9 +126,10 @@ def run(
             "perfect_ms": round(perfect_ms(case, timelines[case.model]), 4),
             "seconds": round(time.monotonic() - begin, 1),
         }
+        what = f"{case.way}, {case.lanes} threads" + (f", {case.noise} noise" if case.noise else "")
         show(
-            f"{case.platform} {case.model} {case.step_ms:g} ms, {case.nodes} nodes, {case.way}"
-            f"{', noise' if case.noise else ''}: {row['efficiency']:.1%} simulated, in {row['seconds']} s",
+            f"{case.platform} {case.model} {case.step_ms:g} ms, {case.nodes} nodes, {what}: "
+            f"{row['efficiency']:.1%} simulated, in {row['seconds']} s",
             flush=True,
         )
         return row
@@ -132,10 +147,14 @@ def simulate(program: Path, case: Case, timeline: Timeline, folder: Path) -> dic
         case.nodes,
         folder,
         timeline.scaled(case.step_ms / 1e3),
-        options=["--bucket-bytes", case.bucket_mib * MIB, "--algorithm", _ALGORITHMS.get(case.way, case.way)],
-        noise=case.noise,
+        options=[
+            *("--bucket-bytes", case.bucket_mib * MIB, "--algorithm", _ALGORITHMS.get(case.way, case.way)),
+            *("--lanes", case.lanes),
+        ],
+        variation={"": (), "measured": timeline.variation, "own": timeline.own_variation}[case.noise],
         steps=2 if case.noise else 1,
         library="mvapich2" if case.way == "MPI" else None,
+        seconds=_LONGEST_SECONDS,
     )
 
 
@@ -150,15 +169,15 @@ def plot(rows: Sequence[dict[str, Any]], file: Path, note: str) -> None:
     kinds = ("platform", "model", "step_ms", "way", "noise")
     curves: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        if row["bucket_mib"] or row["way"] not in _ALGORITHMS:
+        if row["bucket_mib"] or row["way"] not in _ALGORITHMS or row["lanes"] != LANES:
             continue  # what could be chosen instead
         curves.setdefault(tuple(row[kind] for kind in kinds), []).append(row)
     colours = {"aries": "C0", "edr": "C1", "hdr": "C2"}
     marks = {300: "o", 100: "s", 50: "^"}
     for (platform, model, step_ms, way, noise), points in curves.items():
-        style = ":" if way == "MPI" else "--" if noise else "-"
+        style = ":" if way == "MPI" else {"": "-", "own": "--", "measured": "-."}[noise]
         side = axes[0] if step_ms == 300 and way != "MPI" else axes[1]
-        label = f"{MODELS[model]}, {step_ms:g} ms, {platform}{', measured noise' if noise else ''}"
+        label = f"{MODELS[model]}, {step_ms:g} ms, {platform}{f', {noise} noise' if noise else ''}"
         side.plot(
             [point["nodes"] for point in points],
             [100 * point["efficiency"] for point in points],

@@ -46,7 +46,8 @@ def init(
         teams: number of teams. Each has communicators and communication threads of its own, so that models assigned
             to different teams (`assign_team`) reduce their gradients at the same time.
         threads_per_team: communication threads of each team on each rank. "auto": none where ranks fill the cores of
-            a single node, else one. JAX always needs one.
+            a single node; where each node has one rank, one for each 8 cores, at most 4 for all teams; else one. JAX
+            always needs one.
         shard: give every rank its own part of the data sets passed to `fit` and `evaluate`. False for scripts that
             already read their own part.
         batch: "local": `batch_size` is one rank's batch. "global": it is divided among the ranks.
@@ -111,19 +112,20 @@ def init(
             return backends.current()
 
         backend = launch.on_all_ranks(world, prepared)
-        cores = launch.cores_of_node(world)
+        cores, fewest = launch.cores_of_nodes(world)
         gpu = devices.of_rank(world, backend, device)
 
         def started() -> tuple[int, str]:
             if gpu is not None or device == "cpu":
                 undo.enter_context(backend.use_device(gpu))
-            threads = launch.threads_per_team(world, threads_per_team, cores, needs_thread=backend.NEEDS_THREAD)
+            needs_thread = backend.NEEDS_THREAD
+            threads = launch.threads_per_team(world, threads_per_team, cores, fewest, teams, needs_thread=needs_thread)
             shares = ""
             if world.size > 1 or virtual_ranks is not None:
                 limit = functools.partial(backend.limit_threads, teams=teams)
-                shares = resources.share_cores(
-                    cores, world.local_size, threads * teams, limit, virtual_ranks is not None
-                )
+                # Several that nobody has asked for share one core's work: they make it shorter, not more.
+                busy = min(threads, 1) if threads_per_team == "auto" else threads
+                shares = resources.share_cores(cores, world.local_size, busy * teams, limit, virtual_ranks is not None)
             backend.load()
             return threads, shares
 

@@ -28,6 +28,8 @@ _SIZE_VARIABLES = {
     "PMI_SIZE": "an mpiexec or srun that speaks PMI (MPICH, Intel MPI)",
     "SLURM_STEP_NUM_TASKS": "srun",
 }
+# Of communication, where each node has one rank: one for so many cores, at most so many.
+_CORES_PER_THREAD, _MOST_THREADS = 8, 4
 _SRUN_HINT = (
     "srun needs to be told how this MPI library finds its peers: `srun --mpi=pmi2` for MPICH and Intel MPI, "
     "`srun --mpi=pmix` for Open MPI (`srun --mpi=list` shows what your site has)."
@@ -184,32 +186,44 @@ def exchange(world: World, text: str) -> list[str]:
     return [part.tobytes().decode() for part in parts]
 
 
-def cores_of_node(world: World) -> int:
-    """Collective: the number of cores that the ranks of this node may use together."""
+def cores_of_nodes(world: World) -> tuple[int, int]:
+    """Collective: the number of cores that the ranks of this node may use together, and the fewest of any node."""
     group = _native.control_group()  # of a container, or a batch job
     cores = np.zeros(8192, dtype=np.uint8)
     cores[[core for core in os.sched_getaffinity(0) if core < cores.size]] = 1
     allowed = np.array([group.cores, group.cores_of])
-    if world.comm is None:
-        return max(1, int(min(cores.sum(), group.cores)))
     everyone = np.empty((world.size, cores.size), dtype=np.uint8)
-    world.comm.Allgather(cores, everyone)
     all_allowed = np.empty((world.size, 2))
-    world.comm.Allgather(allowed, all_allowed)
-    mine = [rank for rank in range(world.size) if world.node_of_rank[rank] == world.node]
-    quota = sum({of: quota for quota, of in all_allowed[mine].tolist()}.values())
-    return max(1, int(min(np.count_nonzero(everyone[mine].any(axis=0)), quota)))
+    if world.comm is None:
+        everyone[0], all_allowed[0] = cores, allowed
+    else:
+        world.comm.Allgather(cores, everyone)
+        world.comm.Allgather(allowed, all_allowed)
+    ranks_of: dict[int, list[int]] = {}
+    for rank, node in enumerate(world.node_of_rank):
+        ranks_of.setdefault(node, []).append(rank)
+    found = {}
+    for node, ranks in ranks_of.items():
+        quota = sum({of: quota for quota, of in all_allowed[ranks].tolist()}.values())
+        found[node] = max(1, int(min(np.count_nonzero(everyone[ranks].any(axis=0)), quota)))
+    return found[world.node], min(found.values())
 
 
-def threads_per_team(world: World, asked: int | Literal["auto"], cores: int, *, needs_thread: bool) -> int:
-    """The number of communication threads, the same on all ranks.
+def threads_per_team(
+    world: World, asked: int | Literal["auto"], cores: int, fewest: int, teams: int, *, needs_thread: bool
+) -> int:
+    """The number of communication threads of a team, the same on all ranks.
 
-    Where ranks fill the cores of a single node, a thread hides nothing and only takes time from the step.
+    Where ranks fill the cores of a single node, a thread hides nothing and only takes time from the step. Where each
+    node has one rank and many cores, several threads share the passes over memory that a reduction makes: see
+    docs/simulation.md.
 
     Args:
         world: the ranks.
         asked: the user's choice.
         cores: of this node.
+        fewest: cores of any node.
+        teams: of this job.
         needs_thread: whether the backend cannot do without.
 
     Raises:
@@ -224,6 +238,8 @@ def threads_per_team(world: World, asked: int | Literal["auto"], cores: int, *, 
         return asked
     if world.size == 1:
         return 0
+    if world.node_count == world.size:
+        return max(1, min(_MOST_THREADS, fewest // _CORES_PER_THREAD) // teams)
     return int(needs_thread or world.node_count > 1 or cores > world.size)
 
 

@@ -141,6 +141,13 @@ def add_command(commands: Any) -> None:
         help=f"simulate steps too, on {', '.join(simulator.PLATFORMS)} or an XML file of SimGrid's (needs SimGrid)",
     )
     parser.add_argument(
+        "--lanes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="communication threads of a simulated node: the engine takes one for each 8 cores, at most 4 (default: 1)",
+    )
+    parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="of init(trace=FILE): what --simulate takes steps from"
     )
     parser.add_argument(
@@ -219,9 +226,12 @@ def _simulate(arguments: argparse.Namespace) -> int:
             program = simulator.build(simulator.cache())
             runs = [
                 simulator.simulate_steps(
-                    program, platform, nodes, Path(folder), step, noise=noise, steps=steps, seconds=_LONGEST_SECONDS
+                    *(program, platform, nodes, Path(folder), step, ["--lanes", arguments.lanes]),
+                    variation=variation,
+                    steps=3 if variation else 1,
+                    seconds=_LONGEST_SECONDS,
                 )
-                for noise, steps in ((False, 1), *([(True, 3)] if len(step.variation) > 1 else []))
+                for variation in ((), *(v for v in (step.variation, step.own_variation) if len(v) > 1))
             ]
     except (simulator.SimulatorError, timeline.TimelineError) as error:
         sys.exit(str(error))
@@ -234,6 +244,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
     }
     if len(runs) > 1:
         rows["with variation"] = f"{runs[1]['efficiency']:.1%} if each node's steps vary as those of the trace"
+    if len(runs) > 2:
+        rows["with its own"] = f"{runs[2]['efficiency']:.1%} without what the trace's ranks had in common"
     for name, value in rows.items():
         print(f"{name:<20}{value}")
     return 0

@@ -186,7 +186,7 @@ def simulate_steps(
     folder: Path,
     timeline: Timeline,
     options: Sequence[object] = (),
-    noise: bool = False,
+    variation: Sequence[float] = (),
     steps: int = 1,
     **settings: Any,
 ) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def simulate_steps(
         folder: for files.
         timeline: when each gradient is there.
         options: of native/simulator/main.cpp.
-        noise: whether each node's steps take as long as measured ones, drawn at random, instead of the median.
+        variation: how long steps take against their mean, of which each node draws some at random; empty: all alike.
         steps: of which the mean counts. Without noise one is like another.
         **settings: of `simulate`.
 
@@ -207,12 +207,12 @@ def simulate_steps(
         a dictionary: `step_ms`; `exposed_ms`, that the node waited most which waited most; `efficiency`, against a node
         alone; `buckets`, in which gradients travel.
     """
-    tensors, variation = folder / "tensors", folder / "variation"
+    tensors, steps_of_node = folder / "tensors", folder / "variation"
     rows = zip(timeline.elements, timeline.ready, strict=True)
     tensors.write_text("".join(f"{elements} {ready:.9f}\n" for elements, ready in rows))
-    variation.write_text("".join(f"{share:.6f}\n" for share in timeline.variation))
+    steps_of_node.write_text("".join(f"{share:.6f}\n" for share in variation))
     step = ["--compute-s", timeline.compute_s, "--update-s", timeline.update_s, "--repeats", steps]
-    drawn = ["--variation", variation] if noise else []
+    drawn = ["--variation", steps_of_node] if len(variation) > 1 else []
     return simulate(program, platform, nodes, folder, ["--tensors", tensors, *step, *drawn, *options], **settings)
 
 

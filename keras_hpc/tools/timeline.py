@@ -7,6 +7,7 @@ import bisect
 import dataclasses
 import itertools
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -31,6 +32,9 @@ class Timeline:
         compute_s: from the begin of a step until its last gradient is there, seconds.
         update_s: from the last averaged gradient until the step's end.
         variation: how long each measured step took, over the median of its rank.
+        own_variation: likewise, over what all ranks of the trace took in the same step: what slowed the whole machine
+            is taken out. Of as many independent ranks it has the same spread. Empty: of one rank, or of ranks that do
+            not have the same steps.
     """
 
     elements: tuple[int, ...]
@@ -38,6 +42,7 @@ class Timeline:
     compute_s: float
     update_s: float
     variation: tuple[float, ...]
+    own_variation: tuple[float, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -70,6 +75,7 @@ def read(path: Path) -> Timeline:
         if "traceEvents" in content:
             return _of_trace(content["traceEvents"], content["otherData"]["plans"])
         lists = {name: tuple(content[name]) for name in ("elements", "ready", "variation")}
+        lists["own_variation"] = tuple(content.get("own_variation", ()))
         return Timeline(compute_s=content["compute_s"], update_s=content["update_s"], **lists)
     except TimelineError as error:
         raise TimelineError(f"{error} Received: {path}") from None
@@ -106,10 +112,8 @@ def _of_trace(events: Sequence[dict[str, Any]], plans: Sequence[dict[str, Any]])
         )
     compute = [max(step.ready.values()) for step in steps]
     update = [step.end - step.waited_until for step in steps]
-    variation: list[float] = []
-    for found in ranks:
-        lasted = [max(step.ready.values()) + step.end - step.waited_until for step in found]
-        variation += [seconds / statistics.median(lasted) for seconds in lasted]
+    lasted = [[max(step.ready.values()) + step.end - step.waited_until for step in found] for found in ranks]
+    variation = [[seconds / statistics.median(rank) for seconds in rank] for rank in lasted if rank]
     return Timeline(
         elements=tuple(tensor["elements"] * _words(tensor["dtype"]) // 2 for tensor in tensors.values()),
         ready=tuple(
@@ -118,7 +122,20 @@ def _of_trace(events: Sequence[dict[str, Any]], plans: Sequence[dict[str, Any]])
         ),
         compute_s=statistics.median(compute),
         update_s=statistics.median(update),
-        variation=tuple(variation),
+        variation=tuple(itertools.chain(*variation)),
+        own_variation=_own(variation),
+    )
+
+
+def _own(variation: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """What is left of each rank's variation without what all of them have in common."""
+    count = len(variation)
+    if count < 2 or len({len(rank) for rank in variation}) > 1:
+        return ()
+    spread = math.sqrt(count / (count - 1))  # a mean of few ranks takes some of their own with it
+    means = [statistics.mean(of_step) for of_step in zip(*variation, strict=True)]
+    return tuple(
+        1 + spread * (seconds / mean - 1) for rank in variation for seconds, mean in zip(rank, means, strict=True)
     )
 
 
