@@ -118,6 +118,20 @@ def test_steps_wait_for_the_slowest_node(simulate, tmp_path):
     assert found["step_ms"] == pytest.approx(110, rel=0.01)
 
 
+def test_several_threads_share_the_work(simulate, tmp_path):
+    """Where arithmetic decides, two lanes take half the time; where the link does, no less."""
+    tensors = _tensors(tmp_path, [(BYTES // 4, 1.0)] * 64)
+
+    def exposed(lanes, *options):
+        found = simulate("switch", 4, "--tensors", tensors, "--compute-s", 0.01, "--lanes", lanes, *options)
+        assert found["buckets"] == 64
+        return found["exposed_ms"]
+
+    assert exposed(2, "--reduce-rate", 1e9) == pytest.approx(exposed(1, "--reduce-rate", 1e9) / 2, rel=0.1)
+    free = ["--reduce-rate", 1e15, "--copy-rate", 1e15]
+    assert 2 * 3 / 4 * 64 * BYTES / 10e9 * 1e3 <= exposed(2, *free) <= exposed(1, *free)
+
+
 def test_steps_of_the_library_block(simulate, tmp_path):
     """Each of four buckets is reduced once it is there: nothing of the last one is hidden."""
     tensors = _tensors(tmp_path, [(BYTES // 4, at) for at in (0.1, 0.2, 0.3, 1.0)])
@@ -151,6 +165,8 @@ def test_errors_say_what_is_wrong(simulate):
         simulate("aries", 2, "--algorithm", "tree")
     with pytest.raises(simulator.SimulatorError, match="Unknown kind of messages"):
         simulate("aries", 2, "--messages", "letters")
+    with pytest.raises(simulator.SimulatorError, match="Expected one lane, or several with messages of SimGrid's"):
+        simulate("aries", 2, "--messages", "mpi", "--lanes", 2)
     with pytest.raises(simulator.SimulatorError, match="Unknown option"):
         simulate("aries", 2, "--speed", 1)
 

@@ -28,10 +28,11 @@ def _step(rank, begin, factor):
 
 
 def _trace(tmp_path, factors, *, plans=True, dtype="float32"):
+    """Steps of two ranks that take so many times as long as others; a pair: each rank its own."""
     events = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "rank 0"}}]
     for rank in (0, 1):
         for number, factor in enumerate([9, 9, *factors]):  # the first two warm up
-            events += _step(rank, 100.0 * number, factor)
+            events += _step(rank, 100.0 * number, factor[rank] if isinstance(factor, tuple) else factor)
     tensors = [{"name": name, "dtype": dtype, "elements": n} for name, n in zip(TENSORS, (10, 1000), strict=True)]
     few = {"team": 0, "name": "normalization", "tensors": [{"name": "moments", "dtype": "float32", "elements": 4}]}
     gradients = {"team": 0, "name": "optimizer1", "tensors": tensors}
@@ -54,6 +55,14 @@ def test_variation_is_that_of_the_steps(tmp_path):
     found = timeline.read(_trace(tmp_path, [0.9, 1, 1.5]))
     assert found.step_s == pytest.approx(1)
     assert found.variation == pytest.approx([0.9, 1, 1.5] * 2)
+
+
+def test_what_slows_all_ranks_is_not_their_own_variation(tmp_path):
+    assert timeline.read(_trace(tmp_path, [0.9, 1, 1.5])).own_variation == pytest.approx([1] * 6)
+    found = timeline.read(_trace(tmp_path, [1, 1, (2.0, 2.2)]))
+    assert found.variation == pytest.approx([1, 1, 2, 1, 1, 2.2])
+    half = 2**0.5 * 0.1 / 2.1  # of two independent ranks' difference, as far as one deviates
+    assert found.own_variation == pytest.approx([1, 1, 1 - half, 1, 1, 1 + half])
 
 
 def test_elements_count_as_float32(tmp_path):

@@ -243,7 +243,7 @@ KHPC_CLONES void from_16_bits(DType dtype, const void* from, float* to, size_t c
 }
 
 KHPC_CLONES void copy_shared(void* to, const void* from, size_t nbytes) {
-  using Line = int64_t __attribute__((vector_size(64), aligned(1), may_alias));
+  typedef int64_t Line __attribute__((vector_size(64), aligned(1), may_alias));  // `using` loses aligned(1) with clang
   auto* out = static_cast<std::byte*>(to);
   const auto* in = static_cast<const std::byte*>(from);
   size_t i = 0;
