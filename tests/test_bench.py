@@ -102,6 +102,35 @@ def test_overlap(run_ranks, tmp_path):
     assert page.read_text().count("\n| ") == 8
 
 
+def test_crowded(run_ranks, tmp_path):
+    report = tmp_path / "report.json"
+    args = ["-m", "benchmarks", "crowded", "--ranks", "3", "--plans", "5", "--mebibytes", "2", "--steps", "5"]
+    text = run_ranks(1, [*args, "--json", report], mpi=False).output
+    step, beside, making = json.loads(report.read_text())["rows"]
+    assert step["what"] == "a step of a plan of 4,096 bytes"
+    assert beside["what"] == "the same beside 5 idle plans"
+    for row in (step, beside):
+        assert row["wall_us"] > 0
+        assert row["what"] in text
+    assert 0 < making["seconds"] < 60
+
+
+def test_a_pipelined_step_hides_what_a_synchronous_one_cannot(run_ranks, tmp_path):
+    try:
+        with Hosts(1):
+            pass
+    except HostsError as why:
+        pytest.skip(str(why))
+    report = tmp_path / "report.json"
+    args = ["-m", "benchmarks", "pipelined", "--ranks", "1", "--hosts", "2", "--mbit", "1000", "--steps", "2"]
+    run_ranks(1, [*args, "--step-ms", "1000", "--json", report], mpi=False)
+    rows = {row["way"]: row for row in json.loads(report.read_text())["rows"]}
+    assert rows["alone"]["step_ms"] == pytest.approx(1000, rel=0.05)
+    # 102 MB at 1 Gbit/s take 850 ms, of which a step has 700 left when its first gradient is there.
+    assert rows["synchronous"]["step_ms"] > 1.08 * rows["alone"]["step_ms"]
+    assert rows["pipelined"]["step_ms"] < rows["synchronous"]["step_ms"]
+
+
 @pytest.mark.parametrize(
     ("words", "ranks", "said"),
     [
