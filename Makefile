@@ -18,7 +18,7 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native examples/c benchmarks/gpu -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sanitize soak test-oldest test-mpi gan3d largebatch localsgd mesh bench bench-hosts bench-peers simulate timelines docs wheels lint format clean
+.PHONY: help demo test sanitize soak test-oldest test-mpi gan3d largebatch localsgd mesh contacts bench bench-hosts bench-peers simulate timelines docs wheels lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -50,6 +50,9 @@ mesh: $(VENV)/stamp-test  ## find cells of meshes that will be tangled, each sam
 
 localsgd: $(VENV)/stamp-demo  ## train with gradients and with weights averaged, every 1 to 62 steps, three seeds; table and picture in examples/localsgd
 	$(BIN)/python -m examples.localsgd.study --readme
+
+contacts: $(VENV)/stamp-demo  ## learn the contact maps of a toy protein on 1 rank and on 2, three seeds; report in results/contacts
+	$(BIN)/python -m examples.contacts.study
 
 test-mpi: $(VENV)/stamp-test  ## train on 2 hosts with every MPI, by mpiexec and srun (root; Slurm; Debian's mpich, openmpi-bin)
 	$(BIN)/python -m pytest --every-mpi -m mpi tests/cluster/test_mpis.py $(PYTEST_ARGS)
