@@ -17,11 +17,12 @@ from keras_hpc.job import log
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a plan: its name, shape and dtype ("float32", ...)."""
+    """One tensor of a plan: its name, shape and dtype ("float32", ...), and the rank that alone gives it, if one does."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    giver: int | None = None
 
     def misfit(self, shape: Sequence[Any], dtype: str) -> ValueError:
         """Return what to raise for a tensor of another shape or dtype."""
@@ -59,7 +60,10 @@ class Plan:
     ) -> None:
         buckets = team.bucket_bytes or 0
         specs = [(t.name, t.dtype, math.prod(t.shape)) for t in tensors]
-        self._native = team.native.plan(key, specs, op, weighted, wire_dtype or "", in_segment, pipelined, buckets)
+        givers = [t.giver for t in tensors if t.giver is not None]
+        self._native = team.native.plan(
+            key, specs, op, weighted, wire_dtype or "", in_segment, pipelined, buckets, givers
+        )
         self.name = key
         self.id: int = self._native.id
         self.tensors = tuple(tensors)

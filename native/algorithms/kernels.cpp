@@ -242,6 +242,14 @@ KHPC_CLONES void from_16_bits(DType dtype, const void* from, float* to, size_t c
     for (size_t i = 0; i < count; ++i) to[i] = widen(static_cast<const BFloat16*>(from)[i]);
 }
 
+void fill_neutral(DType dtype, void* to, size_t nbytes) {
+  const size_t size = size_of(dtype);
+  std::memset(to, 0, nbytes);
+  if (dtype == DType::int32 || dtype == DType::int64) return;
+  // The sign is in the last byte: processors that this runs on are little-endian.
+  for (size_t i = size - 1; i < nbytes; i += size) static_cast<std::byte*>(to)[i] = std::byte{0x80};
+}
+
 KHPC_CLONES void copy_shared(void* to, const void* from, size_t nbytes) {
   typedef int64_t Line __attribute__((vector_size(64), aligned(1), may_alias));  // `using` loses aligned(1) with clang
   auto* out = static_cast<std::byte*>(to);

@@ -20,6 +20,9 @@ struct Source {
 void reduce(DType dtype, Op op, const Source* sources, size_t n_sources, bool weighted, double scale, void* const* outs,
             size_t n_outs, size_t count);
 
+// Fills memory with what a sum can take without a change of any bit: -0.0, since -0.0 + 0.0 is 0.0; of integers 0.
+void fill_neutral(DType dtype, void* to, size_t nbytes);
+
 // float32 to float16 or bfloat16, to the nearest, ties to even; and back.
 void to_16_bits(DType dtype, const float* from, void* to, size_t count);
 void from_16_bits(DType dtype, const void* from, float* to, size_t count);

@@ -7,14 +7,16 @@
 namespace keras_hpc {
 
 PyPlan make_plan(const PyTeam& owner, const std::string& name, const std::vector<Spec>& tensors, const std::string& op,
-                 bool weighted, const std::string& wire, bool in_segment, bool pipelined, size_t bucket_bytes) {
+                 bool weighted, const std::string& wire, bool in_segment, bool pipelined, size_t bucket_bytes,
+                 const std::vector<int>& givers) {
   std::vector<TensorSpec> specs;
   for (const auto& [tensor, dtype, count] : tensors) {
     if (count < 0) throw nb::value_error("A tensor has 0 elements or more.");
     specs.push_back({tensor, parse_dtype(dtype), count});
   }
   const auto team = owner.get();
-  const PlanOptions options{parse_op(op), weighted, parse_wire(wire), in_segment || pipelined, bucket_bytes};
+  const PlanOptions options{parse_op(op), weighted, parse_wire(wire), in_segment || pipelined, bucket_bytes,
+                            givers};
   const auto plan = WithoutGil()([&] { return team->make_plan(name, specs, options); });
   const auto pipeline = pipelined ? team->make_pipeline(*plan) : nullptr;
   return {&owner, plan, pipeline, registry::add(team, plan, pipeline)};

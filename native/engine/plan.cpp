@@ -47,6 +47,7 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
       op_(options.op),
       weighted_(options.weighted && op_ == Op::mean),
       wire_(options.wire),
+      givers_(options.givers),
       divides_late_(weighted_ && topology_.node_count > 1 && !has_float16(tensors_, wire_)),
       layout_(tensors_, lanes, BucketBytes::of(topology_, options.bucket_bytes)),
       owners_(owners_of(topology_, layout_)),
@@ -55,6 +56,13 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
       states_(tensors_.size()),
       unstarted_(layout_.buckets().size()),
       lanes_(at(lanes)) {
+  if (!givers_.empty()) {
+    if (op_ != Op::sum || wire_ || in_segment_ || givers_.size() != tensors_.size())
+      throw Error("Expected a sum that is sent as it is, outside of the segment, and a giver for each tensor of '" +
+                  name_ + "'.");
+    for (const int giver : givers_)
+      if (giver < 0 || giver >= topology_.size) throw Error("The giver of a tensor is a rank of the team.");
+  }
   for (int t = 0; t < layout_.tensor_count(); ++t) tensor_bytes_ += layout_.range(t).size();
   if (tensor_bytes_ > kStreamedBytes) copy_tensor_ = copy_streaming;
   for (const TensorSpec& tensor : tensors_)
@@ -178,8 +186,9 @@ bool Plan::pack_next(LaneState& lane) {
   if (unstarted_[at(next.index)].load(std::memory_order_seq_cst) > 0) return false;
   if (!memory_->has_place(lane.number, lane.packed)) return false;
   const auto pack = [&](const Range& range, std::byte* to) {
-    for_parts(next, range,
-              [to](std::byte* tensor, size_t offset, size_t nbytes) { copy_shared(to + offset, tensor, nbytes); });
+    for_parts(next, range, [&](int t, std::byte* tensor, size_t offset, size_t nbytes) {
+      if (gives(t, topology_.local_rank)) copy_shared(to + offset, tensor, nbytes);
+    });
   };
   if (memory_->is_small(next.bucket)) {
     pack(whole(next), memory_->shown(next, topology_.local_rank));
@@ -255,8 +264,9 @@ bool Plan::copy_next(LaneState& lane) {
     if (memory_->lowest(Stage::reduced, lane.number, owners_) <= lane.copied) return false;
     for (int owner = 0; !in_segment_ && owner < owners_; ++owner)
       if (owner != topology_.local_rank)
-        for_parts(next, slice(next, owner), [&](std::byte* tensor, size_t offset, size_t nbytes) {
-          copy_tensor_(tensor, memory_->result(next, owner) + offset, nbytes);
+        for_parts(next, slice(next, owner), [&](int t, std::byte* tensor, size_t offset, size_t nbytes) {
+          if (givers_.empty() || !gives(t, topology_.local_rank))  // that one has it
+            copy_tensor_(tensor, memory_->result(next, owner) + offset, nbytes);
         });
   }
   ++lane.copied;
@@ -274,7 +284,8 @@ void Plan::for_parts(const Turn& turn, const Range& range, F&& f) const {
   const Bucket& bucket = turn.bucket;
   for (int t = bucket.first; t <= bucket.last; ++t) {
     const Range part = layout_.part(t, range);
-    if (!part.empty()) f(data_[at(t)] + (part.begin - layout_.range(t).begin), part.begin - bucket.begin, part.size());
+    if (!part.empty())
+      f(t, data_[at(t)] + (part.begin - layout_.range(t).begin), part.begin - bucket.begin, part.size());
   }
 }
 
@@ -305,7 +316,11 @@ void Plan::reduce(const Turn& turn, LaneState& lane) {
   const int me = topology_.local_rank;
   const bool alone = topology_.node_count == 1;
   const bool small = memory_->is_small(turn.bucket);
-  for_parts(turn, small ? whole(turn) : slice(turn, me), [&](std::byte* mine, size_t offset, size_t nbytes) {
+  for_parts(turn, small ? whole(turn) : slice(turn, me), [&](int t, std::byte* mine, size_t offset, size_t nbytes) {
+    if (!givers_.empty()) {
+      gather(turn, t, mine, offset, nbytes, lane);
+      return;
+    }
     lane.sources.clear();
     lane.outs.clear();
     for (int r = 0; r < topology_.local_size(); ++r) {
@@ -323,12 +338,34 @@ void Plan::reduce(const Turn& turn, LaneState& lane) {
   });
 }
 
+bool Plan::gives(int tensor, int local_rank) const {
+  return givers_.empty() || givers_[at(tensor)] == topology_.local_ranks()[at(local_rank)];
+}
+
+// Hands on a part of this rank's slice, or of a small bucket, from the rank that gives it. Where that is on another
+// node, this one adds nothing to what the network brings.
+void Plan::gather(const Turn& turn, int tensor, std::byte* mine, size_t offset, size_t nbytes, LaneState& lane) {
+  const int me = topology_.local_rank;
+  const bool small = memory_->is_small(turn.bucket);
+  int giver = 0;
+  while (giver < topology_.local_size() && !gives(tensor, giver)) ++giver;
+  std::byte* sum = small ? nullptr : sum_of(turn, lane) + offset;
+  if (giver == topology_.local_size()) {
+    fill_neutral(turn.bucket.dtype, sum, nbytes);
+    return;
+  }
+  const std::byte* from =
+      giver == me ? mine : (small ? memory_->shown(turn, giver) : memory_->sent(turn, me, giver)) + offset;
+  if (sum != nullptr) copy_shared(sum, from, nbytes);
+  if (giver != me && topology_.node_count == 1) copy_shared(mine, from, nbytes);
+}
+
 // From where the network left it to this rank's own tensors, or to all ranks' where they live in the segment.
 void Plan::spread(const Turn& turn, LaneState& lane) {
   const int me = topology_.local_rank;
   // If nobody has samples, the sums are zeros.
   const double scale = divides_late_ && lane.network->weight() > 0 ? 1.0 / lane.network->weight() : 1.0;
-  for_parts(turn, slice(turn, me), [&](std::byte* mine, size_t offset, size_t nbytes) {
+  for_parts(turn, slice(turn, me), [&](int, std::byte* mine, size_t offset, size_t nbytes) {
     std::byte* from = sum_of(turn, lane) + offset;
     lane.outs.assign({mine});
     for (int r = 0; r < topology_.local_size(); ++r)

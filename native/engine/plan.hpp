@@ -49,6 +49,8 @@ struct PlanOptions {
   std::optional<DType> wire = {};  // 16 bits to which float32 is rounded between nodes
   bool in_segment = false;         // the tensors live in Plan::memory(), to where start copies others
   size_t bucket_bytes = 0;         // at most; 0: what fits the nodes and their ranks
+  // Of a sum: the rank that alone gives each tensor, so that all get it as it is. Empty: every rank gives each.
+  std::vector<int> givers = {};
 };
 
 class Plan {
@@ -128,8 +130,10 @@ class Plan {
   // Where a bucket's bytes begin, of which this rank's slice goes to other nodes.
   std::byte* sum_of(const Turn& turn, const LaneState& lane) const;
   static Range whole(const Turn& turn) { return {turn.bucket.begin, turn.bucket.end}; }
+  bool gives(int tensor, int local_rank) const;
+  void gather(const Turn& turn, int tensor, std::byte* mine, size_t offset, size_t nbytes, LaneState& lane);
   Range slice(const Turn& turn, int owner) const;
-  // Calls f(address, offset in the bucket, bytes) for each tensor's part of a range.
+  // Calls f(tensor, address, offset in the bucket, bytes) for each tensor's part of a range.
   template <class F>
   void for_parts(const Turn& turn, const Range& range, F&& f) const;
   uint64_t target(const Bucket& bucket) const;  // buckets of its lane that are copied when it is
@@ -143,6 +147,7 @@ class Plan {
   const Op op_;
   const bool weighted_;
   const std::optional<DType> wire_;
+  const std::vector<int> givers_;  // [tensor], or none
   const bool divides_late_;  // values travel multiplied by the ranks' weights, and are divided by their sum at the end
   Layout layout_;
   size_t tensor_bytes_ = 0;  // without the gaps between tensors

@@ -154,8 +154,9 @@ std::shared_ptr<Plan> Team::make_plan(const std::string& name, const std::vector
                   (options.wire ? std::string(", sent as ") + name_of(*options.wire) : "") +
                   (options.in_segment ? ", in the segment" : "") +
                   (options.bucket_bytes > 0 ? ", buckets of " + std::to_string(options.bucket_bytes) + " bytes" : ""));
-  for (const TensorSpec& tensor : tensors)
-    items.push_back(tensor.name + ": " + std::to_string(tensor.count) + " x " + name_of(tensor.dtype));
+  for (size_t t = 0; t < tensors.size(); ++t)
+    items.push_back(tensors[t].name + ": " + std::to_string(tensors[t].count) + " x " + name_of(tensors[t].dtype) +
+                    (t < options.givers.size() ? " from rank " + std::to_string(options.givers[t]) : ""));
   agree("The tensors of plan '" + name + "'", items);
   const auto algorithm_for = [this](size_t nbytes) { return allreduce_->algorithm_for(nbytes, true); };
   const auto plan = sharing([&] {
