@@ -54,7 +54,7 @@ def test_only_sums_that_are_sent_as_they_are():
     def work(team, rank):
         for options in ({"op": "mean"}, {"wire_dtype": "float16"}, {"in_segment": True}, {"givers": [2]}):
             arguments = {"op": "sum", "weighted": False, "givers": [0]} | options
-            with pytest.raises(Exception, match="Expected a sum|a rank of the team"):
+            with pytest.raises(Exception, match=r"Expected a sum|a rank of the team"):
                 team.plan("test", [("t", "float32", 3)], **arguments)
 
     run([0, 0], work)

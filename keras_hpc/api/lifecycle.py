@@ -35,6 +35,7 @@ def init(
     device: int | Literal["auto", "cpu"] = "auto",
     spatial: int | Sequence[int] | None = None,
     virtual_ranks: int | None = None,
+    shard_optimizer: bool = False,
 ) -> None:
     """Make this Keras script one rank of a data-parallel job. Collective.
 
@@ -74,6 +75,9 @@ def init(
             rank computes it, and add up their gradients in one order: `fit` ends with the same bits on any number of
             ranks up to this one, on machines of one kind, and a `Checkpoint` goes on bit for bit on another number.
             `batch_size` is then one part's (`batch="global"`: that of all parts). None: each rank has one part.
+        shard_optimizer: each rank keeps its part of the state of every Keras optimizer, 1 / `size()` of it, updates
+            that part of the weights, and gets the others' (Rajbhandari et al., "ZeRO", SC 2020, stage 1). Weights are
+            the same bits as without.
 
     Raises:
         RuntimeError: called twice, or Keras is in a state that does not go with keras_hpc.
@@ -103,6 +107,7 @@ def init(
             devices.check_argument(device)
             _check_spatial(spatial, world.size, teams)
             _check_virtual(virtual_ranks, world.size, shard=shard, spatial=spatial, wire_dtype=wire_dtype, teams=teams)
+            _check_shard_optimizer(shard_optimizer, virtual_ranks)
             launch.check_threads(world)
             from keras_hpc import backends, keras_hooks  # Keras and its backend: nobody needs them to ask for help
 
@@ -145,6 +150,7 @@ def init(
                 f"on a GPU: {gpu is not None}",
                 f"spatial={spatial}",
                 f"virtual_ranks={virtual_ranks}",
+                f"shard_optimizer={shard_optimizer}",
             ],
         )
         job = current.Job(
@@ -164,9 +170,12 @@ def init(
             guard=guard,
             device=gpu,
             virtual=None if virtual_ranks is None else Virtual(virtual_ranks, world.rank, world.size),
+            shard_optimizer=shard_optimizer,
         )
         if job.virtual is not None and gpu is not None:
             raise ValueError(f"init(virtual_ranks=) computes on CPUs so far; pass device='cpu'. Received: {gpu}")
+        if shard_optimizer and gpu is not None:
+            raise ValueError(f"init(shard_optimizer=True) computes on CPUs so far; pass device='cpu'. Received: {gpu}")
         for index in range(teams):
             job.teams.append(make_team(world, index, threads, timeout_seconds, stall_seconds))
             undo.callback(_close_team, job, index)
@@ -260,6 +269,19 @@ def _check_virtual(count: Any, size: int, *, shard: bool, **others: Any) -> None
         raise ValueError(
             "init(virtual_ranks=) shares out the data, to one team, whose gradients travel as they are. Received: "
             f"virtual_ranks={count} with {', '.join(given)}"
+        )
+
+
+def _check_shard_optimizer(shard_optimizer: Any, virtual_ranks: Any) -> None:
+    if not isinstance(shard_optimizer, bool):
+        raise ValueError(
+            "`shard_optimizer` says whether ranks share out the state of optimizers. Expected True or False. "
+            f"Received: shard_optimizer={shard_optimizer!r}"
+        )
+    if shard_optimizer and virtual_ranks is not None:
+        raise ValueError(
+            "init(virtual_ranks=) keeps the whole optimizer on every rank so far. Expected one of the two. Received: "
+            f"shard_optimizer=True with virtual_ranks={virtual_ranks!r}"
         )
 
 

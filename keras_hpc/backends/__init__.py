@@ -11,6 +11,8 @@ Every backend is one module with the same functions:
 - `reduce(plan, tensors, weight=None, active=None)`: reduce the tensors of a plan over the ranks of its team.
 - `turn`, `repeat`: the same for pipelined plans, and the updates that follow.
 - `allreduce(team, x, op, what)`: reduce one tensor, by a call that needs no plan; its gradient is not known here.
+- `gather(plan, pieces, active=None)`: of a plan each of whose tensors one rank gives; `pieces`: a module, of pieces of
+  variables before and after it (`keras_hooks.sharded`).
 - `exchange(exchange, x, axis, order)`: rows that other ranks of a group have, with its gradient;
   `after(y, order)`: a tensor that cannot be had before all exchanges so far.
 - `in_program()`: whether a compiled function is being made, in which tensors stand for values of its own.

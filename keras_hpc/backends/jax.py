@@ -20,6 +20,7 @@ from jax._src import (
 from jax.interpreters import batching, mlir
 
 from keras_hpc.backends import jax_device, jax_exchange, library_path
+from keras_hpc.backends import jax_pieces as pieces  # noqa: F401 (others use it)
 from keras_hpc.backends.jax_device import number_of_gpu
 from keras_hpc.backends.jax_device import sees_gpus as sees_gpus
 from keras_hpc.backends.jax_device import use_device as use_device
@@ -111,6 +112,10 @@ def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = 
         The reduced arrays, in the plan's order.
     """
     return _run(_start_and_done, plan, tensors, weight, active)
+
+
+# Of a plan each of whose tensors one rank gives.
+gather = reduce
 
 
 def turn(

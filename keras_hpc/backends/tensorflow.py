@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_hpc.backends import library_path, tensorflow_exchange
+from keras_hpc.backends import tensorflow_pieces as pieces  # noqa: F401 (others use it)
 from keras_hpc.backends.tensorflow_exchange import after as after
 
 _ops: Any = None
@@ -155,6 +156,10 @@ def _shaped(plan: Any, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     for x, spec in zip(tensors, plan.tensors, strict=True):
         x.set_shape(spec.shape)
     return tensors
+
+
+# Of a plan each of whose tensors one rank gives.
+gather = reduce
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

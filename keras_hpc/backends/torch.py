@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from keras_hpc.backends import torch_pieces as pieces
 from keras_hpc.backends.torch_exchange import after as after
 from keras_hpc.backends.torch_exchange import exchange as exchange
 from keras_hpc.backends.torch_gradients import gradients_of as gradients_of
@@ -22,6 +23,9 @@ from keras_hpc.backends.torch_tensors import from_numpy as from_numpy
 NEEDS_THREAD = False
 # Plans are told whether their tensors are: some are on the host.
 PLANS_ON_GPU = False
+
+# Of a plan each of whose tensors one rank gives.
+gather = pieces.gather
 
 
 def load() -> None:

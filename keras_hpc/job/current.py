@@ -47,6 +47,7 @@ class Job:
         check_replicas_every: so many steps of a model; None: never.
         delayed: whether a team is not synchronous: then one rank alone has something to do, too.
         guard: the `exit.Guard` of this process.
+        shard_optimizer: whether each rank keeps its part of the state of optimizers.
         group: the `spatial.group.Group` of this rank; None: each rank computes whole samples.
         device: the `Device` that this rank computes on; None: the CPU.
         virtual: the fixed parts of every global batch; None: each rank has one, of its own size.
@@ -74,6 +75,7 @@ class Job:
     timeout_seconds: float
     check_replicas_every: int | None
     guard: Any
+    shard_optimizer: bool = False
     group: Any = None
     device: Device | None = None
     delayed: bool = False

@@ -55,6 +55,7 @@ class OptimizerState:
         local: the weights that it trains in local steps; None: it makes none, or has not begun.
         local_mode: what the running local step of an optimizer of PyTorch has to do.
         restored: averages that an earlier process held back, by their place in `delayed`.
+        shards: how its state is shared out among the ranks (`keras_hooks.sharded`); None: each rank has all of it.
     """
 
     synchronized: bool = False
@@ -64,6 +65,7 @@ class OptimizerState:
     local: Any = None
     local_mode: Any = None
     restored: dict[int, Any] = dataclasses.field(default_factory=dict)
+    shards: Any = None
 
 
 class Known:

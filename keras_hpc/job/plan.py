@@ -17,7 +17,7 @@ from keras_hpc.job import log
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a plan: its name, shape and dtype ("float32", ...), and the rank that alone gives it, if one does."""
+    """One tensor of a plan: its name, shape and dtype ("float32", ...), and which rank alone gives it, if one does."""
 
     name: str
     shape: tuple[int, ...]

@@ -15,6 +15,7 @@ The only file that changes Keras' trainer, its iterator over data and its list o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ from keras_hpc.keras_hooks import (
 )
 from keras_hpc.keras_hooks.checkpoint.session import Session
 from keras_hpc.keras_hooks.data import predicting, sharding
+from keras_hpc.keras_hooks.sharded import whole
 from keras_hpc.keras_hooks.virtual import guards
 
 Method = Callable[..., Any]
@@ -108,6 +110,7 @@ def _fit(original: Method) -> Method:
             if call.active:
                 guards.forget()
                 local_steps.check_callbacks(call, given)
+                whole.check_callbacks(given)
                 root_only.drop(self, bound.arguments)
                 current.team_of(self).retire(current.job().known.gone)
             if session is not None:
@@ -369,7 +372,10 @@ def _on_epoch_end(original: Method) -> Method:
         call = _fit_of(self)
         if call is not None and call.active and (call.settles or epoch + 1 >= call.epochs):
             settling.settle(call.model)
-        original(self, epoch, logs)
+        saves = call is not None and call.active and call.saves
+        # What saves may run on one rank alone.
+        with whole.gathered(call.model) if call is not None and saves else contextlib.nullcontext():
+            original(self, epoch, logs)
         if call is None:
             return
         if call.active:

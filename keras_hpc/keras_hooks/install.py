@@ -21,6 +21,8 @@ from keras_hpc.keras_hooks import (
     torch_optim,
 )
 from keras_hpc.keras_hooks.checkpoint.loops import Checkpoints
+from keras_hpc.keras_hooks.sharded import update as sharded_update
+from keras_hpc.keras_hooks.sharded import whole as sharded_whole
 from keras_hpc.keras_hooks.virtual.states import States
 
 _MISSING = object()
@@ -76,6 +78,8 @@ def install(job: Any) -> None:
             building,
             losses,
             normalization,
+            sharded_update,
+            sharded_whole,
             optimizer,
             torch_optim,
             metrics,

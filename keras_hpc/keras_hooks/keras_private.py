@@ -170,6 +170,11 @@ def adapter(name: str) -> Any:
     return get(f"{_ADAPTERS}{'' if name.startswith(':') else '.'}{name}")
 
 
+def is_of_backend(cls: type) -> bool:
+    """Return whether a class is Keras' own for one backend, as its optimizers for PyTorch are."""
+    return cls.__module__.startswith("keras.src.backend.")
+
+
 def stored(key: str) -> Any:
     """Return what Keras keeps under a key for the whole process, or None."""
     return get("keras.src.backend.common.global_state:get_global_attribute")(key)

@@ -13,6 +13,7 @@ import xxhash
 
 from keras_hpc.errors import ReplicaMismatchError
 from keras_hpc.job import current
+from keras_hpc.keras_hooks.sharded import whole
 from keras_hpc.keras_hooks.variables import (
     accumulators,
     average,
@@ -25,6 +26,7 @@ from keras_hpc.keras_hooks.variables import (
     per_rank_state,
     replicated_variables,
     seed_generators,
+    sharded_slots,
     unique,
     waiting,
 )
@@ -81,6 +83,7 @@ def synchronize(model: Any) -> bool:
         PlanMismatchError: the ranks built different models.
     """
     team = current.team_of(model)
+    whole.check_loaded_alike(model)
     seeds = [generator.state for generator in seed_generators(model)]
     apart = known_apart()
     shared = [v for v in (*replicated_variables(model), *accumulators(model), *seeds) if id(v) not in apart]
@@ -95,8 +98,8 @@ def synchronize(model: Any) -> bool:
 
 def synchronize_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     """Give all ranks the root's values of an optimizer and of what it trains, in a user's own loop. Collective."""
-    apart = known_apart()
-    shared = [variable for variable in unique([*variables, *optimizer.variables]) if id(variable) not in apart]
+    own = known_apart() | set(map(id, sharded_slots(optimizer)))
+    shared = [variable for variable in unique([*variables, *optimizer.variables]) if id(variable) not in own]
     broadcast_variables(current.team_of(optimizer), shared)
     current.job().known.optimizer(optimizer).synchronized = True
 
@@ -112,6 +115,7 @@ def check_equal(optimizer: Any, variables: Sequence[Any]) -> None:
     variables = [variable for variable in variables if _value(variable) is not None]
     # Gradients that wait for more micro-batches are each rank's own; a checkpoint may have brought them.
     own = {id(v) for one in (optimizer, *held_optimizers(optimizer)) for v in waiting(one)} | known_apart()
+    own |= set(map(id, sharded_slots(optimizer)))
     variables = [variable for variable in variables if id(variable) not in own]
     check_same(team, variables)
     everyone = team.allgather(digests([_value(variable) for variable in variables])[None])

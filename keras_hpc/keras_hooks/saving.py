@@ -24,6 +24,7 @@ import xxhash
 
 from keras_hpc.job import current
 from keras_hpc.keras_hooks import running, settling, variables
+from keras_hpc.keras_hooks.sharded import whole
 
 _DONE, _FAILED = "done", "failed: "
 _POLL_SECONDS = 0.01
@@ -131,7 +132,7 @@ def _saving(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             return None
         if not current.active():
             return original(model, filepath, *args, **kwargs)
-        with settling.settled(model), current.local():
+        with whole.gathered(model), settling.settled(model), current.local():
             if current.job().size == 1 or not _is_plain(filepath, args, kwargs):
                 return original(model, filepath, *args, **kwargs)
             current.job().marks.write_once(

@@ -34,6 +34,11 @@ def _before(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         )
     if current.job().size == 1 and current.team_of(own).schedule.local is None:
         return
+    if current.job().shard_optimizer:
+        raise ValueError(
+            "init(shard_optimizer=True) shares out the state of Keras' optimizers. Expected one of keras.optimizers, "
+            f"or init(shard_optimizer=False). Received: torch.optim.{type(own).__name__}"
+        )
     if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:  # after `self`
         raise ValueError(
             "keras_hpc averages gradients before the step of a torch.optim optimizer, but with a closure they are "

@@ -25,6 +25,12 @@ def replicated_variables(model: Any) -> list[keras.Variable]:
 
     That is without metrics, random seeds, and gradients that wait for more micro-batches.
     """
+    own = {id(slot) for optimizer in optimizers_of(model) for slot in sharded_slots(optimizer)}
+    return [variable for variable in common_variables(model) if id(variable) not in own]
+
+
+def common_variables(model: Any) -> list[keras.Variable]:
+    """Return the same, and what optimizers that are sharded keep of it on this rank, in the order without sharding."""
     skip = {id(generator.state) for generator in seed_generators(model)} | set(map(id, model.metrics_variables))
     local = known_local()
     optimizers = optimizers_of(model)
@@ -66,6 +72,13 @@ def local_slots(optimizer: Any, local: set[int]) -> list[Any]:
     positions = [index for index, variable in enumerate(trained) if id(variable) in local]
     slots = [values[index] for values in lists if values is not trained for index in positions]
     return [slot for slot in slots if isinstance(slot, keras.Variable) and id(slot) not in local]
+
+
+def sharded_slots(optimizer: Any) -> list[Any]:
+    """Return what an optimizer, and those that it holds, keep of variables on this rank and not on others."""
+    shards = current.job().known.optimizer(optimizer).shards
+    held = [slot for inner in held_optimizers(optimizer) for slot in sharded_slots(inner)]
+    return held if shards is None else [slot for slot, _ in shards.slots]
 
 
 def optimizers_of(model: Any) -> list[Any]:

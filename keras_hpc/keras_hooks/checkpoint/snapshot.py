@@ -24,6 +24,8 @@ from keras_hpc.job import current
 from keras_hpc.job.plan import bytes_of, dtype_of
 from keras_hpc.keras_hooks import delayed, local_states, variables
 from keras_hpc.keras_hooks.checkpoint import random_states, tensors
+from keras_hpc.keras_hooks.sharded import whole
+from keras_hpc.keras_hooks.sharded.shards import Slot
 from keras_hpc.keras_hooks.variables import standard_dtype
 
 # Kinds of what a rank has of its own. Of virtual ranks, a row for each of all.
@@ -31,6 +33,7 @@ _RANDOM, _SEED, _METRIC, _STATE, _PARTS, _SENT = "random", "seed", "metric", "st
 _DIGEST_BYTES = 32
 _PIECE_BYTES = 64 << 20  # larger variables are cut by rows, so that ranks can share them
 _ALIGNMENT = 64
+Slots = dict[int, tuple[Any, Slot]]
 _NAME = re.compile(r"variable(\d+)(?:\[(\d+):\d+\])?(?: .*)?", re.DOTALL)
 
 
@@ -75,7 +78,9 @@ def nbytes(trained: Trained) -> int:
     own = sum(map(_size_of, (variable for _, variable in _own_variables(trained))))
     virtual = current.job().virtual
     ranks: int = trained.team.size if virtual is None else virtual.count
-    return sum(map(_size_of, _common_variables(trained))) + own * ranks + 8192
+    slots = _slots(trained)
+    common = sum(_size_of(variable, slots) for variable in _common_variables(trained))
+    return common + own * ranks + 8192
 
 
 def take(trained: Trained, shared: bool, memory: Memory) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -105,20 +110,22 @@ def take(trained: Trained, shared: bool, memory: Memory) -> tuple[dict[str, Any]
             team.broadcast(buffer, rank)
         if team.rank == 0:
             arrays[f"rank{rank}"] = buffer
-    common = _common_variables(trained)
+    common, slots = _common_variables(trained), _slots(trained)
+    pieces = dict(_pieces(common, slots, team, shared))
     if team.rank == 0:
         arrays["alike"] = _joined([array for index, (*_, array) in enumerate(own) if index not in differing])
         arrays |= of_local
         arrays |= {f"late{i}_{j}": bytes_of(a) for i, (*_, averages) in enumerate(late) for j, a in enumerate(averages)}
     if shared or team.rank == 0:
-        arrays |= memory.copies(dict(_views(common, team.rank, team.size if shared else 1)))
+        views = dict(_views(common, slots, team.rank, team.size if shared else 1))
+        arrays |= memory.copies(views | pieces)
     virtual = current.job().virtual
     return {
         "ranks": team.size,
         "virtual_ranks": None if virtual is None else virtual.count,
         "parts": team.parts,
         "backend": keras.backend.backend(),
-        "variables": [_described(variable) for variable in common],
+        "variables": [_described(variable, slots) for variable in common],
         "own": [[name, kind, array.dtype.name, list(array.shape)] for name, kind, array in own],
         "differing": differing,
         "local": local,
@@ -126,11 +133,28 @@ def take(trained: Trained, shared: bool, memory: Memory) -> tuple[dict[str, Any]
     }, arrays
 
 
-def _views(common: Sequence[Any], rank: int, ranks: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield this rank's share of the variables, or of their rows, with names."""
+def _pieces(common: Sequence[Any], slots: Slots, team: Any, shared: bool) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield what this rank keeps of sharded variables, or, where one rank writes alone, all. Then it is collective."""
+    for index, variable in enumerate(common):
+        if id(variable) not in slots:
+            continue
+        slot = slots[id(variable)][1]
+        value = np.asarray(backends.current().view(variable)) if shared else whole.gather(team, variable, slot)
+        if not tensors.holds(value.dtype.name):
+            value = bytes_of(np.asarray(value, order="C")).reshape(value.shape[0] if value.ndim else 1, -1)
+        if not shared or (slot.mine is not None and len(slot.pieces) == 1):
+            yield f"variable{index} {variable.path}", value
+        elif slot.mine is not None:
+            yield f"variable{index}[{slot.mine.start}:{slot.mine.stop}] {variable.path}", value
+
+
+def _views(common: Sequence[Any], slots: Slots, rank: int, ranks: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield this rank's share of the variables that are alike, or of their rows, with names."""
     view = backends.current().view
     dealt = [0] * ranks  # bytes
     for index, variable in enumerate(common):
+        if id(variable) in slots:
+            continue
         size, rows = _size_of(variable), variable.shape[0] if len(variable.shape) else 1
         # Where one rank writes alone, variables stay whole.
         pieces = min(rows, -(-size // _PIECE_BYTES)) if ranks > 1 else 1
@@ -161,6 +185,10 @@ def _whole_variables(arrays: dict[str, np.ndarray]) -> dict[int, list[np.ndarray
     return {index: [array for _, array in sorted(pieces, key=lambda p: p[0])] for index, pieces in found.items()}
 
 
+def _joined_pieces(pieces: list[np.ndarray]) -> np.ndarray:
+    return np.ascontiguousarray(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+
+
 def check(trained: Trained, facts: dict[str, Any]) -> None:
     """Raise unless models are like those that `take` described.
 
@@ -187,7 +215,8 @@ def check(trained: Trained, facts: dict[str, Any]) -> None:
         for name, kind, dtype, shape in facts["own"]
         if kind not in (_RANDOM, _SENT)
     ]
-    mine = [(f"`{p}` of", d, s) for p, d, s in [*map(_described, _common_variables(trained)), *own]]
+    slots = _slots(trained)
+    mine = [(f"`{p}` of", d, s) for p, d, s in [*(_described(v, slots) for v in _common_variables(trained)), *own]]
     nothing: tuple[str, str, list[int]] = ("no variable", "", [])
     for index in range(max(len(mine), len(theirs))):
         a, b = (x[index] if index < len(x) else nothing for x in (theirs, mine))
@@ -214,15 +243,17 @@ def put_back(trained: Trained, facts: dict[str, Any], arrays: dict[str, np.ndarr
     """
     team, backend = trained.team, backends.current()
     local_states.expect(trained.models, facts.get("local", ()))
-    common = _common_variables(trained)
-    if team.rank == 0:
-        found = _whole_variables(arrays)
-        for index, variable in enumerate(common):
-            _, dtype, shape = facts["variables"][index]
-            pieces = found[index]
-            value = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    common, slots = _common_variables(trained), _slots(trained)
+    found = _whole_variables(arrays)
+    for index, variable in enumerate(common):
+        _, dtype, shape = facts["variables"][index]
+        value = _joined_pieces(found[index]) if team.rank == 0 else None
+        if id(variable) in slots:
+            raw = share(team, None if value is None else bytes_of(value))
+            backend.assign(variable, slots[id(variable)][1].part_of(raw.view(dtype_of(dtype)).reshape(shape)))
+        elif value is not None:
             backend.assign(variable, value.view(dtype_of(dtype)).reshape(shape))
-    variables.broadcast_variables(team, common)
+    variables.broadcast_variables(team, [variable for variable in common if id(variable) not in slots])
     specs = [(dtype, shape) for _, _, dtype, shape in facts["own"]]
     differing = set(facts["differing"])
     virtual = current.job().virtual
@@ -318,8 +349,13 @@ def _merged(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 def _common_variables(trained: Trained) -> list[Any]:
     own = {id(variable) for _, variable in _own_variables(trained)}
-    found = variables.unique(v for model in trained.models for v in variables.replicated_variables(model))
+    found = variables.unique(v for model in trained.models for v in variables.common_variables(model))
     return [variable for variable in found if id(variable) not in own]
+
+
+def _slots(trained: Trained) -> Slots:
+    """Which of them are shared out among the ranks, and how."""
+    return {key: slot for model in trained.models for key, slot in whole.slots_of(model).items()}
 
 
 def _own_variables(trained: Trained) -> list[tuple[str, Any]]:
@@ -353,8 +389,12 @@ def _own(trained: Trained) -> list[tuple[str, str, np.ndarray]]:
     return [*found, *((name, _RANDOM, value) for name, value in random_states.take().items())]
 
 
-def _described(variable: Any) -> list[Any]:
-    return [variable.path, standard_dtype(variable), list(variable.shape)]
+def _shape_of(variable: Any, slots: Slots) -> list[int]:
+    return list(slots[id(variable)][1].shape if id(variable) in slots else variable.shape)
+
+
+def _described(variable: Any, slots: Slots) -> list[Any]:
+    return [variable.path, standard_dtype(variable), _shape_of(variable, slots)]
 
 
 def _text(described: tuple[str, str, list[int]]) -> str:
@@ -362,8 +402,8 @@ def _text(described: tuple[str, str, list[int]]) -> str:
     return f"{name} {dtype}{shape}" if dtype else name
 
 
-def _size_of(variable: Any) -> int:
-    return int(np.prod(variable.shape)) * dtype_of(standard_dtype(variable)).itemsize
+def _size_of(variable: Any, slots: Slots | None = None) -> int:
+    return int(np.prod(_shape_of(variable, slots or {}))) * dtype_of(standard_dtype(variable)).itemsize
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch: pieces of variables, updated and received where the variables are."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from keras_hpc.backends.torch_tensors import dtype_of
+
+
+def _elements(variable: Any) -> torch.Tensor:
+    """Return all elements of a variable on one axis, in its own memory."""
+    value = variable.value if hasattr(variable, "value") else variable
+    if not value.is_contiguous():
+        value.data = value.data.contiguous()
+    flat: torch.Tensor = value.detach().view(-1)
+    return flat
+
+
+def load_piece(stand_in: Any, variable: Any, piece: Any) -> None:
+    """Let a stand-in have a piece of a variable: what changes the one changes the other."""
+    stand_in._value = _elements(variable)[piece.start : piece.stop].view(piece.shape)
+
+
+def let_go(stand_in: Any) -> None:
+    """Free what a stand-in holds, until `load_piece`."""
+    stand_in._value = torch.empty(0, dtype=stand_in._value.dtype)
+
+
+def piece_to_give(variable: Any, stand_in: Any, piece: Any) -> torch.Tensor:
+    """Return a piece that this rank has updated."""
+    return _elements(variable)[piece.start : piece.stop]
+
+
+def piece_to_get(variable: Any, piece: Any, kept: bool) -> torch.Tensor:
+    """Return where a piece that another rank has updated goes."""
+    return _elements(variable)[piece.start : piece.stop]
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def gather(plan: Any, pieces: Sequence[torch.Tensor], active: Any = None) -> Sequence[torch.Tensor]:
+    """Give all ranks each piece as its owner has it, in place. Collective.
+
+    Args:
+        plan: each of whose tensors one rank gives.
+        pieces: as the two functions above return them.
+        active: a scalar bool tensor, the same on all ranks: if false, nothing is communicated. None: true.
+    """
+    if active is not None and not bool(active):
+        return pieces
+    for spec, piece in zip(plan.tensors, pieces, strict=True):  # before any is started
+        if piece.dtype != dtype_of(spec.dtype) or not piece.is_cpu:
+            raise spec.misfit(piece.shape, str(piece.dtype).removeprefix("torch."))
+    for index, piece in enumerate(pieces):
+        plan.start_at(index, piece.data_ptr(), piece.nbytes)
+    plan.wait_all()
+    return pieces
+
+
+def put_pieces(variable: Any, pieces: Sequence[torch.Tensor]) -> None:
+    """Do nothing: the pieces are where they belong."""
