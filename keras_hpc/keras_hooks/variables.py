@@ -78,7 +78,10 @@ def sharded_slots(optimizer: Any) -> list[Any]:
     """Return what an optimizer, and those that it holds, keep of variables on this rank and not on others."""
     shards = current.job().known.optimizer(optimizer).shards
     held = [slot for inner in held_optimizers(optimizer) for slot in sharded_slots(inner)]
-    return held if shards is None else [slot for slot, _ in shards.slots]
+    if shards is None or not optimizer.built:
+        return held
+    shards.complete(optimizer)
+    return [slot for slot, _ in shards.slots]
 
 
 def optimizers_of(model: Any) -> list[Any]:

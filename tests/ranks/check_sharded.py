@@ -138,6 +138,46 @@ def test_loop_of_the_users_own():
     assert_same_bits(train)
 
 
+def test_compiled_loop_of_the_users_own():
+    def in_tensorflow(model, optimizer):
+        import tensorflow as tf
+
+        @tf.function
+        def step(x):
+            gradients = [tf.sin(v * 3.0 + x) for v in model.trainable_variables]
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        for number in range(4):
+            step(tf.constant(number + keras_hpc.rank(), tf.float32))
+
+    def in_jax(model, optimizer):
+        import jax
+
+        @jax.jit
+        def step(trained, state, x):
+            gradients = [jax.numpy.sin(v * 3.0 + x) for v in trained]
+            return optimizer.stateless_apply(state, gradients, trained)
+
+        optimizer.build(model.trainable_variables)
+        trained, state = ([v.value for v in vs] for vs in (model.trainable_variables, optimizer.variables))
+        for number in range(4):
+            trained, state = step(trained, state, float(number + keras_hpc.rank()))
+        for variable, value in zip(model.trainable_variables, trained, strict=True):
+            variable.assign(value)
+        for variable, value in zip(optimizer.variables, state, strict=True):
+            variable.assign(value)
+
+    def train():
+        model = network()
+        model.optimizer = keras.optimizers.RMSprop(0.01)
+        loop = {"tensorflow": in_tensorflow, "jax": in_jax}[keras.backend.backend()]
+        loop(model, model.optimizer)
+        return model
+
+    if keras.backend.backend() != "torch":  # which compiles none
+        assert_same_bits(train)
+
+
 @pytest.mark.parametrize("name", ["adam", *enough(["rmsprop", "adafactor"], "torch")])
 def test_each_rank_keeps_its_part(name):
     def train(hidden=256):
