@@ -107,7 +107,7 @@ def init(
             devices.check_argument(device)
             _check_spatial(spatial, world.size, teams)
             _check_virtual(virtual_ranks, world.size, shard=shard, spatial=spatial, wire_dtype=wire_dtype, teams=teams)
-            _check_shard_optimizer(shard_optimizer, virtual_ranks)
+            _check_shard_optimizer(shard_optimizer, spatial=spatial, virtual_ranks=virtual_ranks)
             launch.check_threads(world)
             from keras_hpc import backends, keras_hooks  # Keras and its backend: nobody needs them to ask for help
 
@@ -272,16 +272,17 @@ def _check_virtual(count: Any, size: int, *, shard: bool, **others: Any) -> None
         )
 
 
-def _check_shard_optimizer(shard_optimizer: Any, virtual_ranks: Any) -> None:
+def _check_shard_optimizer(shard_optimizer: Any, **others: Any) -> None:
     if not isinstance(shard_optimizer, bool):
         raise ValueError(
             "`shard_optimizer` says whether ranks share out the state of optimizers. Expected True or False. "
             f"Received: shard_optimizer={shard_optimizer!r}"
         )
-    if shard_optimizer and virtual_ranks is not None:
+    given = [f"{name}={value!r}" for name, value in others.items() if value is not None]
+    if shard_optimizer and given:
         raise ValueError(
-            "init(virtual_ranks=) keeps the whole optimizer on every rank so far. Expected one of the two. Received: "
-            f"shard_optimizer=True with virtual_ranks={virtual_ranks!r}"
+            "init(shard_optimizer=True) does not go with virtual ranks, or with models in parts, so far. Received: "
+            f"shard_optimizer=True with {', '.join(given)}"
         )
 
 

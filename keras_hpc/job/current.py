@@ -258,6 +258,9 @@ def assign_team(model_or_optimizer: Any, team: int) -> None:
         raise TypeError(f"Expected a compiled model or an optimizer. Received: {model_or_optimizer!r}")
     assigned = job().known.teams
     assigned[optimizer] = assigned[model_or_optimizer] = team
+    for held in (getattr(optimizer, "inner_optimizer", None), *(getattr(optimizer, "optimizers", None) or ())):
+        if held is not None:
+            assigned[held] = team
 
 
 def team_number(team: Any) -> Team:
