@@ -120,7 +120,8 @@ def update(
     """
     shards.complete(optimizer)
     due = None
-    if optimizer.gradient_accumulation_steps:
+    # Averages may overwrite weights after any micro-batch.
+    if optimizer.gradient_accumulation_steps and not (optimizer.use_ema and optimizer.ema_overwrite_frequency):
         due = keras.ops.equal((optimizer._iterations + 1) % optimizer.gradient_accumulation_steps, 0)
     backend = backends.current()
     parts = [index for index in positions if _is_part(shards, index)]
