@@ -15,8 +15,7 @@ PyPlan make_plan(const PyTeam& owner, const std::string& name, const std::vector
     specs.push_back({tensor, parse_dtype(dtype), count});
   }
   const auto team = owner.get();
-  const PlanOptions options{parse_op(op), weighted, parse_wire(wire), in_segment || pipelined, bucket_bytes,
-                            givers};
+  const PlanOptions options{parse_op(op), weighted, parse_wire(wire), in_segment || pipelined, bucket_bytes, givers};
   const auto plan = WithoutGil()([&] { return team->make_plan(name, specs, options); });
   const auto pipeline = pipelined ? team->make_pipeline(*plan) : nullptr;
   return {&owner, plan, pipeline, registry::add(team, plan, pipeline)};
