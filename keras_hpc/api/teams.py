@@ -120,11 +120,10 @@ def configure_team(
         return
     _check_unused(members)
     chosen = Schedule(schedule, synchronous_steps, cooldown_steps, max_steps, local)
-    if chosen.pipelined and current.job().shard_optimizer:
+    if schedule != "synchronous" and current.job().shard_optimizer:
         raise ValueError(
-            "A pipelined team applies averages outside of steps, on one rank alone where it saves; a sharded optimizer "
-            "needs all ranks. Expected schedule='synchronous', or init(shard_optimizer=False). Received: "
-            f"schedule={schedule!r}"
+            "A sharded optimizer updates weights on all ranks in each step, with the gradients of that step. Expected "
+            f"schedule='synchronous', or init(shard_optimizer=False). Received: schedule={schedule!r}"
         )
     members.agree("The arguments of keras_hpc.configure_team", [f"{chosen}, {wire_dtype=!s}, {bucket_bytes=}"])
     members.schedule, members.report_every = chosen, report_every
