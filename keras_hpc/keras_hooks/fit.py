@@ -372,7 +372,7 @@ def _on_epoch_end(original: Method) -> Method:
         call = _fit_of(self)
         if call is not None and call.active and (call.settles or epoch + 1 >= call.epochs):
             settling.settle(call.model)
-        saves = call is not None and call.active and call.saves
+        saves = call is not None and call.active and call.settles
         # What saves may run on one rank alone.
         with whole.gathered(call.model) if call is not None and saves else contextlib.nullcontext():
             original(self, epoch, logs)

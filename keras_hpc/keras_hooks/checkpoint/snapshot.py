@@ -23,9 +23,8 @@ from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import bytes_of, dtype_of
 from keras_hpc.keras_hooks import delayed, local_states, variables
-from keras_hpc.keras_hooks.checkpoint import random_states, tensors
-from keras_hpc.keras_hooks.sharded import whole
-from keras_hpc.keras_hooks.sharded.shards import Slot
+from keras_hpc.keras_hooks.checkpoint import random_states, shared_out, tensors
+from keras_hpc.keras_hooks.checkpoint.shared_out import Slots
 from keras_hpc.keras_hooks.variables import standard_dtype
 
 # Kinds of what a rank has of its own. Of virtual ranks, a row for each of all.
@@ -33,7 +32,6 @@ _RANDOM, _SEED, _METRIC, _STATE, _PARTS, _SENT = "random", "seed", "metric", "st
 _DIGEST_BYTES = 32
 _PIECE_BYTES = 64 << 20  # larger variables are cut by rows, so that ranks can share them
 _ALIGNMENT = 64
-Slots = dict[int, tuple[Any, Slot]]
 _NAME = re.compile(r"variable(\d+)(?:\[(\d+):\d+\])?(?: .*)?", re.DOTALL)
 
 
@@ -78,7 +76,7 @@ def nbytes(trained: Trained) -> int:
     own = sum(map(_size_of, (variable for _, variable in _own_variables(trained))))
     virtual = current.job().virtual
     ranks: int = trained.team.size if virtual is None else virtual.count
-    slots = _slots(trained)
+    slots = shared_out.slots_of(trained.models)
     common = sum(_size_of(variable, slots) for variable in _common_variables(trained))
     return common + own * ranks + 8192
 
@@ -110,8 +108,8 @@ def take(trained: Trained, shared: bool, memory: Memory) -> tuple[dict[str, Any]
             team.broadcast(buffer, rank)
         if team.rank == 0:
             arrays[f"rank{rank}"] = buffer
-    common, slots = _common_variables(trained), _slots(trained)
-    pieces = dict(_pieces(common, slots, team, shared))
+    common, slots = _common_variables(trained), shared_out.slots_of(trained.models)
+    pieces = dict(shared_out.pieces(common, slots, team, shared))
     if team.rank == 0:
         arrays["alike"] = _joined([array for index, (*_, array) in enumerate(own) if index not in differing])
         arrays |= of_local
@@ -131,21 +129,6 @@ def take(trained: Trained, shared: bool, memory: Memory) -> tuple[dict[str, Any]
         "local": local,
         "late": [[number, place, [[a.dtype.name, list(a.shape)] for a in arrays]] for number, place, arrays in late],
     }, arrays
-
-
-def _pieces(common: Sequence[Any], slots: Slots, team: Any, shared: bool) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield what this rank keeps of sharded variables, or, where one rank writes alone, all. Then it is collective."""
-    for index, variable in enumerate(common):
-        if id(variable) not in slots:
-            continue
-        slot = slots[id(variable)][1]
-        value = np.asarray(backends.current().view(variable)) if shared else whole.gather(team, variable, slot)
-        if not tensors.holds(value.dtype.name):
-            value = bytes_of(np.asarray(value, order="C")).reshape(value.shape[0] if value.ndim else 1, -1)
-        if not shared or (slot.mine is not None and len(slot.pieces) == 1):
-            yield f"variable{index} {variable.path}", value
-        elif slot.mine is not None:
-            yield f"variable{index}[{slot.mine.start}:{slot.mine.stop}] {variable.path}", value
 
 
 def _views(common: Sequence[Any], slots: Slots, rank: int, ranks: int) -> Iterator[tuple[str, np.ndarray]]:
@@ -185,10 +168,6 @@ def _whole_variables(arrays: dict[str, np.ndarray]) -> dict[int, list[np.ndarray
     return {index: [array for _, array in sorted(pieces, key=lambda p: p[0])] for index, pieces in found.items()}
 
 
-def _joined_pieces(pieces: list[np.ndarray]) -> np.ndarray:
-    return np.ascontiguousarray(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
-
-
 def check(trained: Trained, facts: dict[str, Any]) -> None:
     """Raise unless models are like those that `take` described.
 
@@ -215,7 +194,7 @@ def check(trained: Trained, facts: dict[str, Any]) -> None:
         for name, kind, dtype, shape in facts["own"]
         if kind not in (_RANDOM, _SENT)
     ]
-    slots = _slots(trained)
+    slots = shared_out.slots_of(trained.models)
     mine = [(f"`{p}` of", d, s) for p, d, s in [*(_described(v, slots) for v in _common_variables(trained)), *own]]
     nothing: tuple[str, str, list[int]] = ("no variable", "", [])
     for index in range(max(len(mine), len(theirs))):
@@ -243,11 +222,11 @@ def put_back(trained: Trained, facts: dict[str, Any], arrays: dict[str, np.ndarr
     """
     team, backend = trained.team, backends.current()
     local_states.expect(trained.models, facts.get("local", ()))
-    common, slots = _common_variables(trained), _slots(trained)
+    common, slots = _common_variables(trained), shared_out.slots_of(trained.models)
     found = _whole_variables(arrays)
     for index, variable in enumerate(common):
         _, dtype, shape = facts["variables"][index]
-        value = _joined_pieces(found[index]) if team.rank == 0 else None
+        value = shared_out.joined(found[index]) if team.rank == 0 else None
         if id(variable) in slots:
             raw = share(team, None if value is None else bytes_of(value))
             backend.assign(variable, slots[id(variable)][1].part_of(raw.view(dtype_of(dtype)).reshape(shape)))
@@ -351,11 +330,6 @@ def _common_variables(trained: Trained) -> list[Any]:
     own = {id(variable) for _, variable in _own_variables(trained)}
     found = variables.unique(v for model in trained.models for v in variables.common_variables(model))
     return [variable for variable in found if id(variable) not in own]
-
-
-def _slots(trained: Trained) -> Slots:
-    """Which of them are shared out among the ranks, and how."""
-    return {key: slot for model in trained.models for key, slot in whole.slots_of(model).items()}
 
 
 def _own_variables(trained: Trained) -> list[tuple[str, Any]]:
