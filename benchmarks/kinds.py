@@ -28,7 +28,8 @@ from benchmarks import (
     validation,
 )
 from keras_hpc.job import launch
-from keras_hpc.job.team import Team, make_team
+from keras_hpc.job.team import Team
+from keras_hpc.job.team_making import make_team
 from keras_hpc.tools import bench, simulator
 from keras_hpc.tools import timeline as timelines
 from keras_hpc.tools.bench import machine, ranks

@@ -19,7 +19,8 @@ import numpy as np
 from benchmarks.steps import step_of
 from keras_hpc.job import launch
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.job.team import Team, make_team
+from keras_hpc.job.team import Team
+from keras_hpc.job.team_making import make_team
 from keras_hpc.tools import simulator
 from keras_hpc.tools.timeline import Timeline
 

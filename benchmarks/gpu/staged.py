@@ -19,7 +19,8 @@ from benchmarks.gpu import say
 from keras_hpc import _native
 from keras_hpc.job import launch
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.job.team import Team, make_team
+from keras_hpc.job.team import Team
+from keras_hpc.job.team_making import make_team
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from keras_hpc.api.teams import check_wire
 from keras_hpc.job import current, devices, exit, launch, log, resources
 from keras_hpc.job import trace as tracing
-from keras_hpc.job.team import make_team
+from keras_hpc.job.team_making import make_team
 from keras_hpc.job.virtual import Virtual
 from keras_hpc.job.watchdog import Watchdog
 from keras_hpc.spatial.geometry import Grid

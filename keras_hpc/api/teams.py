@@ -9,7 +9,8 @@ from typing import Any, Literal
 from keras_hpc.job import current, launch, log
 from keras_hpc.job.current import team_number
 from keras_hpc.job.schedule import Local, Schedule
-from keras_hpc.job.team import NonMemberTeam, Team, make_team
+from keras_hpc.job.team import NonMemberTeam, Team
+from keras_hpc.job.team_making import make_team
 
 _MIN_BUCKET, _MAX_BUCKET = 4096, 2**30  # bytes
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from keras_hpc import _native
 from keras_hpc.job import launch
-from keras_hpc.job.team import Team, make_team
+from keras_hpc.job.team import Team
+from keras_hpc.job.team_making import make_team
 from keras_hpc.spatial.fetch import AxisFetch
 from keras_hpc.spatial.geometry import Grid, Rows, bounds, move
 

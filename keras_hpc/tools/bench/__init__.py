@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_hpc.job import launch
-from keras_hpc.job.team import make_team
+from keras_hpc.job.team_making import make_team
 from keras_hpc.tools.bench import allreduce, ranks
 from keras_hpc.tools.bench.arguments import sizes
 
