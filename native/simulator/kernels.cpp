@@ -34,6 +34,10 @@ void reduce(DType dtype, Op, const Source* sources, size_t n_sources, bool, doub
        rates.reduce_bytes_per_s);
 }
 
+void fill_neutral(DType, void*, size_t nbytes) {
+  take(nbytes, rates.copy_bytes_per_s);
+}
+
 void to_16_bits(DType, const float*, void*, size_t count) {
   take(sizeof(float) * count, rates.convert_bytes_per_s);
 }
