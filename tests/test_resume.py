@@ -4,8 +4,11 @@ import json
 import random
 import shutil
 
+import numpy as np
 import pytest
 from launch import ROOT
+
+from keras_hpc.keras_hooks.checkpoint import storage
 
 pytestmark = pytest.mark.mpi
 
@@ -30,6 +33,20 @@ def _result(folder, name="run"):
 def _checkpoints(folder):
     """The steps of those that are whole."""
     return sorted(int(path.name[5:]) for path in (folder / "run").glob("step-*"))
+
+
+def test_a_checkpoint_may_become_whole_as_soon_as_the_last_part_has_its_name(tmp_path, monkeypatch):
+    unfinished = tmp_path / ".unfinished-step"
+    flush = storage._flush
+
+    def later(folder):
+        if folder == unfinished:
+            unfinished.rename(tmp_path / "step")  # as the first rank does, which has seen the part
+        flush(folder)
+
+    monkeypatch.setattr(storage, "_flush", later)
+    storage.write_part(unfinished, 1, {"x": np.ones(3)})
+    assert len(list((tmp_path / "step").glob("rank00001-*.safetensors"))) == 1
 
 
 def test_a_job_that_is_killed_goes_on(train, tmp_path):

@@ -8,6 +8,7 @@ unpickled: what was put there by somebody else cannot run code.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -94,7 +95,9 @@ def write_part(unfinished: Path, rank: int, arrays: Mapping[str, np.ndarray]) ->
     path = unfinished / f"rank{rank:05d}.part"
     digest = tensors.write(path, arrays)
     path.rename(unfinished / f"rank{rank:05d}-{digest}.safetensors")
-    _flush(unfinished)
+    # The first rank may have waited for this part only: then the folder has another name, and that rank flushes it.
+    with contextlib.suppress(FileNotFoundError):
+        _flush(unfinished)
 
 
 def commit(
