@@ -35,14 +35,14 @@ def stage(folder: str | os.PathLike[str], limit: int | str) -> None:
         OSError: the folder cannot be written.
     """
     job = current.job()
-    if files.reader() is not None:
-        raise RuntimeError("keras_hpc.data.stage() was called twice. One cache serves all data of a job.")
     world = launch.World(job.comm, job.rank, job.size, job.node_of_rank)
     name = launch.exchange(world, uuid.uuid4().hex)[job.node_of_rank.index(job.node)]
     peers: Peers | None = None
     made: list[Cache] = []
 
     def opened() -> Cache:
+        if files.reader() is not None:
+            raise RuntimeError("keras_hpc.data.stage() was called twice. One cache serves all data of a job.")
         nbytes = _bytes(limit)
         whole = os.path.abspath(folder)
         if not os.path.isdir(whole):
@@ -58,7 +58,7 @@ def stage(folder: str | os.PathLike[str], limit: int | str) -> None:
 
     try:
         cache = launch.on_all_ranks(world, opened)  # from here on all have opened the files
-    except BaseException:
+    except BaseException:  # of this rank or another, or an interruption: nothing stays in the folder; raised again
         for cache in made:
             cache.unlink()
             cache.close()

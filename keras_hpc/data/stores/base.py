@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 
-class Store:
+class Store(abc.ABC):
     """Samples in a file, read in ranges.
 
     Attributes:
@@ -22,13 +23,13 @@ class Store:
     spec: dict[str, tuple[tuple[int, ...], str]]
     block: int = 1
 
+    @abc.abstractmethod
     def __len__(self) -> int:
         """Return the number of samples."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def read(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop`: a dictionary of arrays with as many rows, or a list of records."""
-        raise NotImplementedError
 
 
 class Concatenated(Store):
