@@ -54,7 +54,7 @@ bool wait_watched(const TeamContext& team, Bell& bell, Ready&& ready, const Awai
     lookout.look(awaited);
     return awaited.is_outside();
   };
-  if (wait_for(team.patience, bell, first, ready, look)) return true;
+  if (wait_for(team.patience, bell, first, ready, look, awaited.is_outside())) return true;
   if (first >= team.timeout_seconds) return false;
   Stall stall = awaited.stall();
   stall.since = begin;
