@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import keras_hpc
-from keras_hpc.tools import bench, demo, doctor, migrate, plan, run, template
+from keras_hpc.tools import bench, demo, doctor, migrate, plan, run, template, trace
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
@@ -18,7 +18,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description="Tools of keras_hpc. Each has a --help of its own.")
     parser.add_argument("--version", action="version", version=f"keras_hpc {keras_hpc.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for tool in (demo, doctor, run, plan, bench, template, migrate):
+    for tool in (demo, doctor, run, plan, bench, template, migrate, trace):
         tool.add_command(commands)
     return parser
 

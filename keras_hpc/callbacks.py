@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_hpc.job import current, meter
+from keras_hpc.job import current, meter, trace
 
 
 class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
@@ -154,6 +154,66 @@ class CommunicationReport(keras.callbacks.Callback):  # type: ignore[misc]
             values = np.array(list(own.values()), np.float64)
             self._team.allreduce(values, "mean")
             logs.update(zip(own, values.tolist(), strict=True))
+
+
+class Trace(keras.callbacks.Callback):  # type: ignore[misc]
+    """Records some steps of a `fit` in the file of `keras_hpc.init(trace=path, trace_from="demand")`.
+
+    A trace of a whole training is long, and its first steps compile. Every rank needs it; nothing is communicated.
+
+    Args:
+        first_step: how many steps of this `fit` come before.
+        steps: how many are recorded.
+
+    Raises:
+        RuntimeError: from `fit`: `init` was not given `trace`.
+
+    Example:
+    ```python
+    keras_hpc.init(trace="trace.json", trace_from="demand")
+    model.fit(x, y, callbacks=[keras_hpc.callbacks.Trace(first_step=100, steps=20)])
+    ```
+    """
+
+    def __init__(self, first_step: int = 10, steps: int = 20) -> None:
+        super().__init__()
+        for name, value, least in (("first_step", first_step, 0), ("steps", steps, 1)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"`{name}` is a number of steps, at least {least}. Received: {name}={value!r}")
+        self.first_step, self.steps = first_step, steps
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin to count."""
+        if trace.recording() is None:
+            raise RuntimeError("There is no file for the trace: call keras_hpc.init(trace=PATH, trace_from='demand').")
+        self._before, self._last, self._records = 0, -1, False
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Begin to record, if the first step has come."""
+        at = self._before + batch
+        if not self._records and self.first_step <= at < self.first_step + self.steps:
+            self._record(True)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Stop, if the last step is over."""
+        self._last = batch
+        if self._records and self._before + batch + 1 >= self.first_step + self.steps:
+            self._record(False)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Count its steps."""
+        self._before, self._last = self._before + self._last + 1, -1
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Stop, if training ends before."""
+        if self._records:
+            self._record(False)
+
+    def _record(self, on: bool) -> None:
+        writer = trace.recording()
+        self._records = on
+        if writer is not None:
+            writer.record(on)
 
 
 class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launch import ROOT, child_environment
 
-COMMANDS = ("demo", "doctor", "run", "plan", "bench", "template", "migrate")
+COMMANDS = ("demo", "doctor", "run", "plan", "bench", "template", "migrate", "trace")
 CONSOLE = Path(sys.executable).parent / "keras-hpc"
 WITHOUT_LIMITS = {name: value for name, value in child_environment().items() if not name.endswith("_THREADS")}
 

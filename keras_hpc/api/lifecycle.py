@@ -31,6 +31,7 @@ def init(
     stall_seconds: float = 30.0,
     check_replicas_every: int | None = None,
     trace: str | None = None,
+    trace_from: Literal["start", "demand"] = "start",
     keep_memory: bool = True,
     device: int | Literal["auto", "cpu"] = "auto",
     spatial: int | Sequence[int] | None = None,
@@ -61,7 +62,11 @@ def init(
         check_replicas_every: compare weights and optimizer state of the ranks, bit for bit, after every so many steps
             of a model, as `check_replicas` does: memory that fails shows within these steps, not in the result. A
             comparison reads all of them once.
-        trace: path of a JSON file to which `finalize` writes what was communicated when (Chrome and Perfetto show it).
+        trace: path of a JSON file (or `.json.gz`) to which `finalize` writes what was communicated when (Chrome and
+            Perfetto show it). Until then each rank writes its part in a folder beside it, `PATH.parts`, from which
+            `keras-hpc trace` makes the file of a job that was killed. SIGUSR2 stops or begins the recording of the
+            rank that gets it; so does, for all ranks, who removes or makes the file `record` in the job's folder.
+        trace_from: "start": record at once. "demand": when a `callbacks.Trace`, the signal or the file asks for it.
         keep_memory: glibc keeps freed memory for the next step, which else needs new pages: on JAX and PyTorch steps
             take up to half as long. Unless you have set glibc's variables, such as `MALLOC_ARENA_MAX`. False leaves
             glibc as it is, for jobs that are short of memory; with `spatial`, large blocks then go back to the kernel
@@ -104,6 +109,7 @@ def init(
             _check_arguments(
                 teams, threads_per_team, batch, wire_dtype, timeout_seconds, stall_seconds, check_replicas_every
             )
+            _check_trace_from(trace, trace_from)
             devices.check_argument(device)
             _check_spatial(spatial, world.size, teams)
             _check_virtual(virtual_ranks, world.size, shard=shard, spatial=spatial, wire_dtype=wire_dtype, teams=teams)
@@ -112,8 +118,6 @@ def init(
             from keras_hpc import backends, keras_hooks  # Keras and its backend: nobody needs them to ask for help
 
             keras_hooks.check()
-            if trace is not None and world.rank == 0:
-                tracing.check(trace)
             return backends.current()
 
         backend = launch.on_all_ranks(world, prepared)
@@ -145,6 +149,7 @@ def init(
                 f"wire_dtype={wire_dtype}",
                 f"check_replicas_every={check_replicas_every}",
                 f"trace={trace is not None}",
+                f"trace_from={trace_from}",
                 f"threads={threads}",
                 f"backend={backend.__name__}",
                 f"on a GPU: {gpu is not None}",
@@ -196,7 +201,8 @@ def init(
         undo.callback(keras_hooks.uninstall, job)
         keras_hooks.begin(job)
         if trace is not None:
-            tracing.enable(trace)
+            tracing.enable(job, world, trace, record=trace_from == "start")
+            undo.callback(tracing.close)
         current.begin(job)
         undo.callback(current.end)
         if job.size > 1:
@@ -239,6 +245,15 @@ def _at_exit() -> None:
 
 def _close_team(job: current.Job, index: int) -> None:
     job.teams[index].close()  # whatever `configure_team` has put there
+
+
+def _check_trace_from(trace: Any, begin: Any) -> None:
+    if begin not in ("start", "demand"):
+        raise ValueError(
+            f"`trace_from` says when recording begins. Expected 'start' or 'demand'. Received: trace_from={begin!r}"
+        )
+    if trace is None and begin != "start":
+        raise ValueError(f"`trace_from` needs a file: init(trace=PATH). Received: trace_from={begin!r} without `trace`")
 
 
 def _check_spatial(spatial: Any, size: int, teams: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import gzip
 import itertools
 import json
 import math
@@ -71,7 +72,7 @@ def read(path: Path) -> Timeline:
         TimelineError: there is none in it.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_text())
         if "traceEvents" in content:
             return _of_trace(content["traceEvents"], content["otherData"]["plans"])
         lists = {name: tuple(content[name]) for name in ("elements", "ready", "variation")}

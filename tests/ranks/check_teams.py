@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two models on two teams reduce at the same time, and tell what it cost: read from the trace of a real training."""
 
+import itertools
 import json
 import logging
+import pathlib
+import signal
 import threading
 import time
 
@@ -12,7 +15,8 @@ import pytest
 from keras_cases import job
 
 import keras_hpc
-from keras_hpc import _native
+from keras_hpc import _native, errors
+from keras_hpc.job import trace
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 FEATURES = 300
@@ -161,17 +165,25 @@ def test_trace_shows_communication_beside_the_steps(tmp_path):
         assert {("start", tensor["name"]) for tensor in plan["tensors"]} <= started
         assert FEATURES**2 in [tensor["elements"] for tensor in plan["tensors"]]
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert {(rank, name) for (rank, _), name in rows.items()} == {
+    ended_in_rows = [((e["pid"], e["tid"]), e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
+    assert not (tmp_path / "trace.json.parts").exists(), "they are in the file"
+    assert {(rank, name.partition(",")[0]) for (rank, _), name in rows.items()} == {
         (rank, row)
         for rank in (0, 1)
         for row in ("steps", *(f"team {t} {what}" for t in (0, 1) for what in ("start and wait", "communication")))
     }
+    for _, same_row in itertools.groupby(sorted(ended_in_rows), key=lambda event: event[0]):
+        times = [time for _, *both in same_row for time in both]
+        assert times == sorted(times), "events of one row do not overlap"
     for rank in (0, 1):
         mine = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
         steps = [e for e in mine if rows[rank, e["tid"]] == "steps"]
         assert [e["name"] for e in steps] == ["second train", *["first train"] * 2]
         starts = [e for e in mine if e["cat"] == "start" and "kernel" in e["name"]]
-        assert [rows[rank, e["tid"]] for e in starts] == ["team 1 start and wait", *["team 0 start and wait"] * 2]
+        assert [rows[rank, e["tid"]].partition(",")[0] for e in starts] == [
+            "team 1 start and wait",
+            *["team 0 start and wait"] * 2,
+        ]
         if not is_jax:  # whose steps run behind the script's back
             for outer, inner in zip(steps, starts, strict=True):
                 assert outer["ts"] <= inner["ts"] <= inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
@@ -181,3 +193,93 @@ def test_teams_are_apart(team_job):
     assert job().teams[0].native.id != job().teams[1].native.id
     with pytest.raises(ValueError, match="Received: team=2"):
         model_on(2, "third")
+
+
+def recorded(path):
+    """The names of the steps in a file, of each rank."""
+    events = json.loads(path.read_text())["traceEvents"]
+    return [[e["name"] for e in events if e["pid"] == rank and e.get("cat") == "step"] for rank in (0, 1)]
+
+
+def of_all(tmp_path):
+    """A folder that all ranks share."""
+    return pathlib.Path(keras_hpc.broadcast_object(str(tmp_path)))
+
+
+def test_tensorboard_shows_what_communication_cost(tmp_path):
+    pytest.importorskip("tensorboard")
+    tensorflow = pytest.importorskip("tensorflow")
+    keras_hpc.init()
+    x = np.zeros((40, FEATURES), np.float32)
+    report, board = keras_hpc.callbacks.CommunicationReport(), keras.callbacks.TensorBoard(tmp_path, write_graph=False)
+    history = model_on(0, "shown").fit(x, x, batch_size=4, epochs=2, verbose=0, callbacks=[report, board]).history
+    first = keras_hpc.rank() == 0
+    keras_hpc.finalize()
+    files = list((tmp_path / "train").glob("events.*"))
+    assert len(files) == first, "rank 0 writes"
+    shown = {}
+    for record in tensorflow.data.TFRecordDataset(list(map(str, files))):
+        for value in tensorflow.compat.v1.Event.FromString(record.numpy()).summary.value:
+            shown.setdefault(value.tag, []).append(float(tensorflow.make_ndarray(value.tensor)))
+    for name in (name for name in history if name.startswith("communication/") and first):
+        assert shown[f"epoch_{name}"] == pytest.approx(history[name], rel=1e-6)
+    assert not first or "epoch_communication/team0_ms" in shown
+
+
+def test_a_callback_chooses_the_steps_that_are_recorded(tmp_path):
+    keras_hpc.init()
+    path = of_all(tmp_path) / "trace.json"
+    keras_hpc.finalize()
+    keras_hpc.init(trace=str(path), trace_from="demand")
+    x = np.zeros((40, FEATURES), np.float32)
+    model = model_on(0, "chosen")
+    step(model)
+    model.fit(x, x, batch_size=4, epochs=3, verbose=0, callbacks=[keras_hpc.callbacks.Trace(first_step=7, steps=4)])
+    first = keras_hpc.rank() == 0
+    keras_hpc.finalize()
+    if first:
+        assert recorded(path) == [["chosen train"] * 4] * 2
+
+
+def test_a_signal_or_a_file_begins_and_ends_recording(tmp_path):
+    keras_hpc.init()
+    path = of_all(tmp_path) / "trace.json"
+    keras_hpc.finalize()
+    keras_hpc.init(trace=str(path), trace_from="demand")
+    recording = trace.recording()
+    model, rank = model_on(0, "asked"), keras_hpc.rank()
+
+    def seen(on):
+        deadline = time.monotonic() + 30
+        while recording.is_on != on and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert recording.is_on == on
+        step(model)
+        keras_hpc.barrier()
+
+    seen(False)
+    signal.raise_signal(signal.SIGUSR2) if rank == 1 else None
+    seen(rank == 1)
+    signal.raise_signal(signal.SIGUSR2) if rank == 1 else None
+    seen(False)
+    switch = recording.folder / "record"
+    switch.touch() if rank == 0 else None
+    seen(True)
+    switch.unlink() if rank == 0 else None
+    seen(False)
+    keras_hpc.finalize()
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    if rank == 0:
+        assert recorded(path) == [["asked train"], ["asked train"] * 2]
+
+
+def test_a_trace_that_cannot_be_written_on_one_rank_is_refused_on_all(tmp_path):
+    keras_hpc.init()
+    rank = keras_hpc.rank()
+    keras_hpc.finalize()
+    (tmp_path / "file").write_text("")
+    path = tmp_path / ("file/trace.json" if rank else "trace.json")
+    with pytest.raises(OSError if rank else errors.LaunchError, match="file" if rank else "refused on rank 1"):
+        keras_hpc.init(trace=str(path))
+    assert not keras_hpc.is_initialized()
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
