@@ -283,3 +283,16 @@ def test_a_trace_that_cannot_be_written_on_one_rank_is_refused_on_all(tmp_path):
         keras_hpc.init(trace=str(path))
     assert not keras_hpc.is_initialized()
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_clocks_of_nodes_are_compared(monkeypatch):
+    """Ranks of one machine have one clock: one of them shifted here by a minute."""
+    keras_hpc.init()
+    rank = keras_hpc.rank()
+    monkeypatch.setattr(job(), "node_count", 2)
+    if rank == 1:
+        monkeypatch.setattr(time, "monotonic", lambda was=time.monotonic: was() - 60)
+    offset = trace._offset(job())
+    monkeypatch.undo()
+    keras_hpc.finalize()
+    assert offset == (pytest.approx(60, abs=0.05) if rank else 0)
