@@ -10,6 +10,7 @@
 #pragma once
 #include <cstdint>
 #include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -63,7 +64,7 @@ class Exchanges {
   Mailboxes mailboxes_;
   mutable std::mutex mutex_;  // of all that follows
   std::deque<ExchangeSpec> specs_;
-  std::deque<Operation> operations_;
+  std::list<Operation> operations_;  // a deque cannot be of a type that is not known yet
   uint64_t started_ = 0;
 };
 
