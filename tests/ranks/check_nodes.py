@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Across nodes, also uneven ones: MPICH is told that its ranks live on two nodes, so slices go over MPI."""
 
+import os
+import shutil
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
+from checkpoint_cases import BATCH, X, Y, folder, network, resumed_equals_uninterrupted
 from keras_cases import Parts, assert_identical, assert_like_one_rank, data, dense, job, on_one_rank, values
 from mpi4py import MPI
 
 import keras_hpc
+from keras_hpc.keras_hooks.checkpoint import storage
 
+__all__ = ["folder"]
 RANKS = {"jax": (3,)}
 SOAK = {"torch": (3,)}
 ENV = {"MPIR_CVAR_NUM_CLIQUES": "2"}
@@ -77,3 +84,22 @@ def test_a_model_in_parts():
     assert_identical(found)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_loses_no_checkpoint(lost, folder, monkeypatch):
+    """Each node has a folder that the other one does not see, and one of them loses it."""
+    mine = os.path.join(folder, f"node{keras_hpc.node()}")
+    answer = storage.Probe.answer
+    monkeypatch.setattr(storage.Probe, "answer", lambda path, rank: path.is_relative_to(mine) and answer(path, rank))
+    written = {}
+
+    def lose(path):
+        written.update({step.name: len(list(step.glob("rank*"))) for step in Path(path).glob("step-*")})
+        keras_hpc.barrier()
+        if keras_hpc.node() == lost and keras_hpc.local_rank() == 0:
+            shutil.rmtree(path)
+        keras_hpc.barrier()
+
+    resumed_equals_uninterrupted(mine, network, (7,), lambda: (X, Y), between=lose, batch_size=BATCH, every=3)
+    assert written["step-000000003"] == keras_hpc.local_size(), "the ranks of a node write it together"

@@ -2,9 +2,9 @@
 """All values that training depends on, of all ranks, as arrays; and back into another process.
 
 What is alike on all ranks is dealt to those that write. Each rank's own (random states, running metrics, statistics of
-its own data, gradients that wait) is written by itself, if it differs at all. Where the first rank writes alone, that
-travels to it once. To copy the values is all that a step waits for: into memory that is kept for the next time, because
-new pages take longer than the copy.
+its own data, gradients that wait) is written by itself, if it differs at all. Where not all ranks write together, that
+travels to those that write. To copy the values is all that a step waits for: into memory that is kept for the next
+time, because new pages take longer than the copy.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from keras_hpc.job import current
 from keras_hpc.job.plan import bytes_of, dtype_of
 from keras_hpc.keras_hooks import delayed, local_states, variables
 from keras_hpc.keras_hooks.checkpoint import random_states, shared_out, tensors
+from keras_hpc.keras_hooks.checkpoint.places import Places
 from keras_hpc.keras_hooks.checkpoint.shared_out import Slots
 from keras_hpc.keras_hooks.variables import standard_dtype
 
@@ -81,12 +82,12 @@ def nbytes(trained: Trained) -> int:
     return common + own * ranks + 8192
 
 
-def take(trained: Trained, shared: bool, memory: Memory) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def take(trained: Trained, places: Places, memory: Memory) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return a description for JSON, and the arrays that this rank has to write. Collective.
 
     Args:
         trained: what to save.
-        shared: whether all ranks write.
+        places: which ranks write together.
         memory: for the larger arrays.
     """
     team = trained.team
@@ -100,23 +101,23 @@ def take(trained: Trained, shared: bool, memory: Memory) -> tuple[dict[str, Any]
     differing = np.flatnonzero((everyone != everyone[0]).any(axis=(0, 2))).tolist()
     arrays: dict[str, np.ndarray] = {}
     mine = _joined([own[index][2] for index in differing])
-    if shared and differing:
+    if places.together and differing:
         arrays[f"rank{team.rank}"] = mine
-    for rank in range(team.size if differing and not shared else 0):
+    for rank in range(team.size if differing and not places.together else 0):
         buffer = mine.copy()
         if rank > 0:
             team.broadcast(buffer, rank)
-        if team.rank == 0:
+        if places.leads:
             arrays[f"rank{rank}"] = buffer
     common, slots = _common_variables(trained), shared_out.slots_of(trained.models)
-    pieces = dict(shared_out.pieces(common, slots, team, shared))
-    if team.rank == 0:
+    pieces = dict(shared_out.pieces(common, slots, team, places.together))
+    if places.leads:
         arrays["alike"] = _joined([array for index, (*_, array) in enumerate(own) if index not in differing])
         arrays |= of_local
         arrays |= {f"late{i}_{j}": bytes_of(a) for i, (*_, averages) in enumerate(late) for j, a in enumerate(averages)}
-    if shared or team.rank == 0:
-        views = dict(_views(common, slots, team.rank, team.size if shared else 1))
-        arrays |= memory.copies(views | pieces)
+    if places.group:
+        views = dict(_views(common, slots, places.group.index(team.rank), len(places.group)))
+        arrays |= memory.copies(views | pieces if places.together or places.leads else views)
     virtual = current.job().virtual
     return {
         "ranks": team.size,
@@ -284,19 +285,20 @@ def arranged(facts: dict[str, Any]) -> str:
     return f"{ranks} rank{'s' * (ranks > 1)}" + (f" in groups of {parts}" if parts > 1 else "")
 
 
-def share(team: Any, array: np.ndarray | None) -> np.ndarray:
-    """Return the bytes that the team's first rank has. Collective.
+def share(team: Any, array: np.ndarray | None, root: int = 0) -> np.ndarray:
+    """Return the bytes that one of the team's ranks has. Collective.
 
     Args:
         team: who shares.
-        array: on the first rank, bytes; of others it is not read.
+        array: on that rank, bytes; of others it is not read.
+        root: the rank.
     """
-    length = np.array([0 if array is None or team.rank > 0 else array.size], np.int64)
-    team.broadcast(length)
-    buffer = array if team.rank == 0 and array is not None else np.empty(int(length[0]), np.uint8)
+    length = np.array([0 if array is None or team.rank != root else array.size], np.int64)
+    team.broadcast(length, root)
+    buffer = array if team.rank == root and array is not None else np.empty(int(length[0]), np.uint8)
     if length[0]:
         buffer = np.ascontiguousarray(buffer)
-        team.broadcast(buffer)
+        team.broadcast(buffer, root)
     return buffer
 
 

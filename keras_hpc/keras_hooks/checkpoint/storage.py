@@ -143,7 +143,7 @@ def clear(unfinished: Path) -> None:
 
 
 class Probe:
-    """Finds out whether the first rank sees what the others write. A context, on the first rank.
+    """Finds out whether one rank sees what the others write. A context, on that rank.
 
     Args:
         folder: for which `check` was called.
@@ -161,15 +161,22 @@ class Probe:
 
     @staticmethod
     def answer(path: Path, rank: int) -> None:
-        """Write where the first rank looks, if this rank can."""
+        """Write where the probing rank looks, if this rank can."""
         try:
             _write(path / str(rank), b"here")
         except OSError:
-            return  # which the first rank sees
+            return  # which that rank sees
 
-    def all_answered(self, ranks: int) -> bool:
-        """Return whether every rank has. Call it when they have tried."""
-        return {str(rank) for rank in range(ranks)} <= set(os.listdir(self.path))
+    def answered(self, ranks: int) -> list[int]:
+        """Return which of the ranks have. Call it when they have tried."""
+        names = set(os.listdir(self.path))
+        return [rank for rank in range(ranks) if str(rank) in names]
+
+
+def put_aside(folder: Path) -> None:
+    """Give all checkpoints of a folder another name: they are damaged, and other nodes have whole ones."""
+    for path in _whole(folder):
+        _put_aside(path)
 
 
 def newest(folder: Path) -> tuple[Path, dict[str, Any], dict[str, np.ndarray], list[str]] | None:
@@ -193,9 +200,7 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any], dict[str, np.ndarray], l
             damaged.append(path)
             continue
         for bad in damaged:
-            aside = folder / f"{_DAMAGED}{bad.name}"
-            shutil.rmtree(aside, ignore_errors=True)
-            bad.rename(aside)
+            _put_aside(bad)
         return path, facts, arrays, said
     if said:
         raise OSError(f"All checkpoints are damaged. Remove them to begin anew. Received: {'; '.join(said)}")
@@ -251,6 +256,12 @@ def _remove(path: Path) -> None:
     doomed = path.with_name(f"{_UNFINISHED}old-{path.name}")
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _put_aside(path: Path) -> None:
+    aside = path.with_name(f"{_DAMAGED}{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
 
 
 def _crc(facts: Mapping[str, Any]) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 
 from keras_hpc.job import log
 from keras_hpc.job.plan import bytes_of, dtype_of
+from keras_hpc.keras_hooks.checkpoint import places as places_of
 from keras_hpc.keras_hooks.checkpoint import snapshot, storage
 from keras_hpc.keras_hooks.checkpoint.writer import Writer
 
@@ -39,6 +40,7 @@ class Store:
         self.newest = -1
         self.found: tuple[dict[str, Any], dict[str, np.ndarray]] | None = None
         self._memory = snapshot.Memory()
+        self._places: places_of.Places | None = None
         self._writer: Writer | None = None
 
     def open(self, kind: str) -> str | None:
@@ -51,24 +53,25 @@ class Store:
             OSError: on all ranks: nothing can be written there, the disk is too full, all checkpoints are damaged.
             ValueError: on all ranks: the checkpoint is of another kind or of other models.
         """
-        outcome: dict[str, Any] = {}
-        arrays: dict[str, np.ndarray] = {}
+        error = ""
         if self.team.rank == 0:
             try:
                 storage.check(self.folder, snapshot.nbytes(self.trained), self.keep)
                 (self.folder / storage.INTERRUPTED).unlink(missing_ok=True)
-                found = storage.newest(self.folder)
-                if found is not None:
-                    path, outcome["facts"], arrays, outcome["said"] = found
-                    outcome["path"] = str(path)
-            except OSError as error:
-                outcome = {"error": str(error)}
-        outcome = snapshot.share_object(self.team, outcome)
-        if "error" in outcome:
-            raise OSError(f"No checkpoint can be kept in {self.folder}. Received: {outcome['error']}")
-        for text in outcome.get("said", ()):
-            self.say(text)
-        self._writer = Writer(self.team, self.folder, self.keep)
+            except OSError as why:
+                error = str(why)
+        error = snapshot.share_object(self.team, error)
+        if error:
+            raise OSError(f"No checkpoint can be kept in {self.folder}. Received: {error}")
+        places = places_of.find(self.team, self.folder, snapshot.nbytes(self.trained), self.keep)
+        if not places.together:
+            several = (
+                "so the ranks of each node write a whole one" if len(places.groups) > 1 else "so not all ranks write"
+            )
+            self.say(f"not all ranks see {self.folder} as the first does, {several}")
+        self._places = places
+        self._writer = Writer(self.team, self.folder, places, self.keep)
+        outcome, arrays = self._newest()
         if "facts" not in outcome:
             return None
         facts = outcome["facts"]
@@ -81,6 +84,54 @@ class Store:
         self.found, self.newest = (facts, arrays), facts["done"]
         path = outcome["path"]
         return str(path)
+
+    def _newest(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Return what is known of the newest checkpoint of all groups, and its arrays, on the first rank. Collective.
+
+        Raises:
+            OSError: on all ranks: all that there are are damaged.
+        """
+        assert self._places is not None  # noqa: S101
+        outcome: dict[str, Any] = {"done": -1}
+        arrays: dict[str, np.ndarray] = {}
+        if self._places.leads:
+            try:
+                found = storage.newest(self.folder)
+                if found is not None:
+                    path, facts, arrays, said = found
+                    outcome = {"done": facts["done"], "facts": facts, "said": said, "path": str(path)}
+            except OSError as error:
+                outcome["error"] = str(error)
+        everyone = self.team.allgather_object(
+            {key: value for key, value in outcome.items() if key in ("done", "error")}, "Checkpoint: the newest"
+        )
+        steps = [one["done"] for one in everyone]
+        root = steps.index(max(steps))
+        errors = [one["error"] for one in everyone if "error" in one]
+        if errors and steps[root] < 0:
+            raise OSError(f"No checkpoint can be kept in {self.folder}. Received: {errors[0]}")
+        with self.team.telling("Checkpoint: damaged ones"):
+            if "error" in outcome:
+                storage.put_aside(self.folder)
+        self.team.meet("Checkpoint: damaged ones")
+        outcome = self.team.broadcast_object(outcome, root, "Checkpoint: the newest")
+        for text in outcome.get("said", ()):
+            self.say(text)
+        if root > 0 and "facts" in outcome:
+            outcome["path"] += f" of rank {root}"
+            arrays = self._sent_to_first(root, arrays)
+        return outcome, arrays if self.team.rank == 0 else {}
+
+    def _sent_to_first(self, root: int, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the arrays of another rank, on the first. Collective."""
+        described = [[name, a.dtype.name, list(a.shape)] for name, a in arrays.items()]
+        received = {}
+        for name, dtype, shape in self.team.broadcast_object(described, root, "Checkpoint: the newest"):
+            mine = bytes_of(np.ascontiguousarray(arrays[name])) if self.team.rank == root else None
+            raw = snapshot.share(self.team, mine, root)
+            if self.team.rank == 0:
+                received[name] = raw.view(dtype_of(dtype)).reshape(shape)
+        return received
 
     def put_back(self) -> None:
         """Give models, optimizers and random generators what `found` holds."""
@@ -108,7 +159,7 @@ class Store:
         Raises:
             OSError: on all ranks: the checkpoint before could not be written.
         """
-        assert self._writer is not None  # noqa: S101
+        assert self._writer is not None and self._places is not None  # noqa: S101, PT018
         self._writer.agree(wait=True)
         for model in self.trained.models:
             if hasattr(model, "jax_state_sync"):
@@ -121,11 +172,16 @@ class Store:
                 text = json.dumps(said)
                 more = {f"callback{i}": bytes_of(a) for i, a in enumerate(kept)}
         self.team.meet("Checkpoint: what is saved")
-        described, arrays = snapshot.take(self.trained, self._writer.shared, self._memory)
-        if self.team.rank == 0:
+        described, arrays = snapshot.take(self.trained, self._places, self._memory)
+        if len(self._places.groups) > 1:
+            text = snapshot.share_object(self.team, text)
+            count = len(json.loads(text)["callback_arrays"])
+            more = {f"callback{i}": snapshot.share(self.team, more.get(f"callback{i}")) for i in range(count)}
+        if self._places.leads:
             text = json.dumps(json.loads(text) | {"model": described})
+            arrays |= more
         self.newest = step
-        self._writer.start(step, text, arrays | more)
+        self._writer.start(step, text, arrays)
 
     def agree(self, wait: bool = False) -> None:
         """Learn how the checkpoint on its way does.

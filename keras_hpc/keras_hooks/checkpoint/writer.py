@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes checkpoints while training goes on: a thread of each rank, and what ranks tell each other of it.
 
-A rank's part is whole when it has its name; the first rank's thread waits for all of them and then makes the checkpoint
-whole. So no rank waits for another's disk in a step, and no message is needed for a checkpoint to become whole. What
-went wrong all ranks learn at the next point at which they agree: `agree`.
+A rank's part is whole when it has its name; the thread of the rank that leads waits for all parts and then makes the
+checkpoint whole. So no rank waits for another's disk in a step, and no message is needed for a checkpoint to become
+whole. What went wrong all ranks learn at the next point at which they agree: `agree`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_hpc.job import log
 from keras_hpc.keras_hooks.checkpoint import storage
+from keras_hpc.keras_hooks.checkpoint.places import Places
 
 _LONGEST_PAUSE = 1.0  # seconds: waiting for a slow disk is no wait for a rank that does not come
 _NICE = 12  # of 19, and 0 is what training has: on full cores, a sixteenth of one
@@ -30,66 +30,40 @@ class Writer:
 
     Args:
         team: whose ranks call everything but `let_finish` together.
-        folder: `storage.check` was called for it, on the team's first rank.
+        folder: `storage.check` was called for it, on ranks that lead.
+        places: which ranks write together.
         keep: so many of the newest checkpoints stay.
 
     Attributes:
-        shared: whether the first rank sees what all others write there: then each rank writes its part.
         writing: whether a checkpoint is on its way; the same on all ranks.
     """
 
-    def __init__(self, team: Any, folder: Path, keep: int) -> None:
+    def __init__(self, team: Any, folder: Path, places: Places, keep: int) -> None:
         self.team = team
         self.writing = False
-        self._folder, self._keep = folder, keep
+        self._folder, self._places, self._keep = folder, places, keep
         self._attempts = 0
         self._step = 0
         self._unfinished = folder
         self._done = threading.Event()
         self._abandoned = threading.Event()
         self._error: str | None = None
-        self._token, self.shared = self._meet()
-        if not self.shared and team.rank == 0:
-            log.info(f"Checkpoint: not all ranks see {folder} as the first does, so that one writes alone")
-
-    def _meet(self) -> tuple[str, bool]:
-        """Return a name that no other run has, and whether all ranks see the same folder. Collective."""
-        with contextlib.ExitStack() as stack:
-            path, error = "", None
-            if self.team.rank == 0:
-                try:
-                    path = str(stack.enter_context(probe := storage.Probe(self._folder)).path)
-                except OSError as why:
-                    error = str(why)
-            path, error = self.team.broadcast_object([path, error], what="Checkpoint: its folder")
-            if error is not None:
-                raise OSError(f"No checkpoint can be kept in {self._folder}. Received: {error}")
-            storage.Probe.answer(Path(path), self.team.rank)
-            self.team.barrier()
-            shared = self.team.rank == 0 and probe.all_answered(self.team.size)
-            shared = self.team.broadcast_object(shared, what="Checkpoint: its folder")
-        return path[-16:], bool(shared)
-
-    @property
-    def writes(self) -> bool:
-        """Whether this rank writes a part."""
-        return self.shared or self.team.rank == 0
 
     def start(self, step: int, facts: str, arrays: Mapping[str, np.ndarray]) -> None:
         """Begin to write a checkpoint. Collective: `agree(wait=True)` was called before.
 
         Args:
             step: its number, the same on all ranks.
-            facts: JSON, of the first rank.
+            facts: JSON, on ranks that lead.
             arrays: this rank's part, which nobody changes until the checkpoint is written.
         """
         self._attempts += 1
         self._step = step
-        self._unfinished = self._folder / storage.name_of_unfinished(step, f"{self._token}-{self._attempts}")
+        self._unfinished = self._folder / storage.name_of_unfinished(step, f"{self._places.token}-{self._attempts}")
         self._error = None
         self._done, self._abandoned = threading.Event(), threading.Event()
         self.writing = True
-        if not self.writes:
+        if not self._places.group:
             self._done.set()
             return
         arguments = (step, facts, arrays, self._unfinished, self._done, self._abandoned)
@@ -109,8 +83,8 @@ class Writer:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             storage.write_part(unfinished, self.team.rank, arrays)
-            if self.team.rank == 0:
-                ranks = self.team.size if self.shared else 1
+            if self._places.leads:
+                ranks = len(self._places.group)
                 storage.commit(self._folder, unfinished, step, facts, ranks, self._keep, abandoned)
         except storage.AbandonedError:
             pass  # whoever has failed says why
@@ -149,7 +123,7 @@ class Writer:
 
     def _raise(self) -> None:
         errors = self.team.allgather_object(self._error, "Checkpoint: what went wrong")
-        if self.writes:
+        if self._places.group:
             storage.clear(self._unfinished)
         texts = [f"rank {rank}: {error}" if self.team.size > 1 else error for rank, error in enumerate(errors) if error]
         raise OSError(
