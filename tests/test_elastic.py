@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from launch import ROOT, child_environment
 
+from keras_hpc.tools.places import Hosts, Placement
+
 pytestmark = pytest.mark.mpi
 
 TRAIN = ROOT / "tests" / "ranks" / "train_virtual.py"
@@ -28,6 +30,24 @@ if comm.rank == comm.size - 1 and comm.size > 2:
         os.kill(os.getpid(), signal.SIGKILL)
     comm.Abort(3)
 comm.Barrier()
+sys.stdout.write(f"{comm.rank} of {comm.size} is through\\n")
+"""
+
+# A rank is lost once; then the others are asked to end, and all begin again, as `callbacks.Checkpoint` lets them.
+REJOIN = """
+import os, pathlib, signal, sys, time
+from mpi4py import MPI
+from keras_hpc.job import supervised
+comm, once = MPI.COMM_WORLD, pathlib.Path(sys.argv[1])
+seen = comm.bcast(once.exists())
+if comm.rank == comm.size - 1 and not seen:
+    once.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+comm.Barrier()
+while comm.size == 2 and not supervised.asked_to_rejoin():
+    time.sleep(0.05)
+if comm.size == 2 and comm.rank == 0:
+    supervised.leave_to_rejoin()
 sys.stdout.write(f"{comm.rank} of {comm.size} is through\\n")
 """
 
@@ -61,12 +81,44 @@ def test_an_error_of_the_script_ends_the_job(tmp_path):
     assert "starts again" not in done.stderr
 
 
-def test_hosts_are_refused(tmp_path):
+def test_lost_ranks_join_again_when_the_job_lets_them(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(REJOIN)
+    done = elastic(3, "--rejoin", script, tmp_path / "once")
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"starts again with (\d)", done.stderr) == ["2", "3"]
+    assert "2 of 3 is through" in done.stdout
+
+
+def test_only_elastic_jobs_lose_ranks(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = elastic(2, "--hosts", "a,b", script)
+    done = subprocess.run(
+        [sys.executable, "-m", "keras_hpc", "run", "--rejoin", "-n", "2", script], capture_output=True, text=True,
+        check=False, cwd=ROOT, env=child_environment(lean=True), timeout=60,
+    )  # fmt: skip
     assert done.returncode == 1
-    assert "`--elastic` starts with -n ranks" in done.stderr
+    assert "`--rejoin` is for jobs that lose ranks. Expected --elastic" in done.stderr
+
+
+def test_hosts_that_do_not_answer_are_left_out():
+    gone = set()
+    wanted = Placement(6, (("a", 2), ("b", 2), ("c", 2)))
+    hosts = Hosts(wanted, lambda name: name not in gone)
+    assert not hosts.lost(wanted)
+    fewer = hosts.without(wanted, ["uncaught CommunicationError: rank 2 (node1, process 7) was killed"])
+    assert fewer == Placement(5, (("a", 2), ("b", 1), ("c", 2)))
+    assert hosts.without(wanted, []) == Placement(5, (("a", 2), ("b", 2), ("c", 1)))
+    gone.add("a")
+    assert hosts.lost(fewer)
+    left = hosts.without(fewer, [])
+    assert left == Placement(3, (("b", 1), ("c", 2)))
+    assert hosts.back(left) == Placement(4, (("b", 2), ("c", 2)))
+    gone.clear()
+    assert hosts.back(left) == wanted
+    gone |= {"a", "b", "c"}
+    assert hosts.without(left, []).ranks == 0
+    assert hosts.back(left) == left, "a job runs on them"
 
 
 @pytest.mark.soak

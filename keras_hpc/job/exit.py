@@ -8,7 +8,6 @@ wait for it. So an uncaught exception aborts the job, after its traceback has be
 from __future__ import annotations
 
 import array
-import contextlib
 import fcntl
 import logging
 import os
@@ -19,9 +18,9 @@ import threading
 import time
 import types
 import weakref
-from pathlib import Path
 from typing import Any
 
+from keras_hpc.job import supervised
 from keras_hpc.job.current import Job
 
 _log = logging.getLogger("keras_hpc")
@@ -32,8 +31,6 @@ _GRACE_SECONDS = 2.0
 _OUTPUT_SECONDS = 2.0
 _FORWARD_SECONDS = 0.2
 _REASON_CHARACTERS = 500
-# Where `keras_hpc run --elastic` looks for the reasons of ranks that end a job.
-_NOTES = "KERAS_HPC_RUN_NOTES"
 
 
 class Guard:
@@ -107,9 +104,7 @@ class Guard:
         """End the job at once, after rank 0 and this rank have said why."""
         from mpi4py import MPI
 
-        if _NOTES in os.environ:
-            with contextlib.suppress(OSError):
-                (Path(os.environ[_NOTES]) / f"rank{self._rank}").write_text(reason)
+        supervised.end_with(self._rank, reason)
         _log.error("rank %d ends the job: %s", self._rank, reason)
         sys.stdout.flush()
         sys.stderr.flush()

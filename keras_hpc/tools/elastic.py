@@ -19,17 +19,27 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from keras_hpc.job import supervised
+from keras_hpc.tools.places import Machine, Placement
+
 _LOST = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTERM}
 _COMMUNICATION = re.compile(r"uncaught Communication(Timeout)?Error: |rank \d+ (has ended|was killed|does not answer)")
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+_LOOK_SECONDS = 0.5
+_PROBE_SECONDS = 5.0  # from one look for places that are back to the next
+_PATIENCE = 10.0  # seconds that a launcher may take to end after a rank has ended the job: a host may be gone
 
 
-def supervise(job_of: Callable[[int], tuple[list[str], dict[str, str]]], ranks: int) -> int:
-    """Run a job until it ends by itself, with one rank less after each that is lost.
+def supervise(
+    job_of: Callable[[Placement], tuple[list[str], dict[str, str]]], machine: Machine, *, rejoin: bool = False
+) -> int:
+    """Run a job until it ends by itself, without the ranks that are lost.
 
     Args:
-        job_of: returns the command that starts so many ranks, and what it needs in the environment.
-        ranks: how many to begin with.
+        job_of: returns the command that starts ranks somewhere, and what it needs in the environment.
+        machine: where they can start.
+        rejoin: whether a job that has lost ranks is asked to end at an epoch's end, and started with all again, once
+            there is place for them.
 
     Returns:
         The exit status of the last launcher; it is not started again after an error of the script, nor after a signal
@@ -44,25 +54,69 @@ def supervise(job_of: Callable[[int], tuple[list[str], dict[str, str]]], ranks: 
             process.send_signal(number)
 
     before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+    now = machine.wanted
     try:
         while True:
-            command, environment = job_of(ranks)
-            with tempfile.TemporaryDirectory(prefix="keras_hpc-run-") as notes:
-                process = subprocess.Popen(command, env=os.environ | environment | {"KERAS_HPC_RUN_NOTES": notes})
-                status = process.wait()
-                reasons = [path.read_text() for path in sorted(Path(notes).iterdir())]
-            if status == 0 or asked or ranks == 1 or not _lost_a_rank(status, reasons):
-                return status if status >= 0 else 128 - status
-            ranks -= 1
-            print(
-                f"keras_hpc run: a rank was lost (the launcher ended with {status}, {time.strftime('%X')}); "
-                f"starts again with {ranks}",
-                file=sys.stderr,
-                flush=True,
+            command, more = job_of(now)
+            with tempfile.TemporaryDirectory(prefix="keras_hpc-run-") as folder:
+                notes = Path(folder)
+                changed = machine.environment(now) | more | {supervised.NAME: folder}
+                environment = {k: v for k, v in (os.environ | changed).items() if v is not None}
+                process = subprocess.Popen(command, env=environment)
+                status = _wait(process, notes, machine, now if rejoin else machine.wanted)
+                reasons, has_left = supervised.reasons(notes), supervised.has_left(notes)
+            if asked:
+                return _exit_status(status)
+            if status == 0 and has_left:
+                now = machine.back(now)
+                _say(f"lost ranks join again, {time.strftime('%X')}; starts again with {now.ranks}")
+                continue
+            if status == 0 or now.ranks == 1 or not (_lost_a_rank(status, reasons) or machine.lost(now)):
+                return _exit_status(status)
+            now = machine.without(now, reasons)
+            if now.ranks == 0:
+                return _exit_status(status)
+            _say(
+                f"a rank was lost (the launcher ended with {status}, {time.strftime('%X')}); "
+                f"starts again with {now.ranks}"
             )
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _wait(process: subprocess.Popen[bytes], notes: Path, machine: Machine, now: Placement) -> int:
+    """Wait for a launcher, and ask its job to end where more ranks could start.
+
+    Args:
+        process: the launcher.
+        notes: what the ranks say.
+        machine: where ranks can start.
+        now: where they have; `machine.wanted` if nothing is asked of the job.
+    """
+    asked, probed, ended = now == machine.wanted, -_PROBE_SECONDS, 0.0
+    while True:
+        try:
+            return process.wait(_LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        if not asked and time.monotonic() - probed > _PROBE_SECONDS:
+            if machine.back(now).ranks > now.ranks:
+                supervised.ask_to_rejoin(notes)
+                asked = True
+            probed = time.monotonic()
+        if supervised.reasons(notes):
+            ended = ended or time.monotonic()
+            if time.monotonic() - ended > _PATIENCE:  # it waits for a host that is gone
+                process.kill()
+
+
+def _say(text: str) -> None:
+    print(f"keras_hpc run: {text}", file=sys.stderr, flush=True)
+
+
+def _exit_status(status: int) -> int:
+    return status if status >= 0 else 128 - status
 
 
 def _lost_a_rank(status: int, reasons: list[str]) -> bool:

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -203,6 +204,19 @@ def srun_command(mpi: Library, ranks: int | None) -> list[str]:
     if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):  # since 22.05 srun no longer takes it from sbatch
         options.append(f"--cpus-per-task={cpus}")
     return ["srun", *options]
+
+
+def ends_well(command: Sequence[str], environment: Mapping[str, str], seconds: float) -> bool:
+    """Return whether a command ends with status 0, in time. What it says is not shown."""
+    no = subprocess.DEVNULL
+    with subprocess.Popen(
+        command, env=dict(environment), stdin=no, stdout=no, stderr=no, start_new_session=True
+    ) as process:
+        try:
+            return process.wait(seconds) == 0
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with its ssh
+            return False
 
 
 def _worth_taking(environment: Mapping[str, str]) -> list[str]:

@@ -14,7 +14,9 @@ from typing import Any
 
 from keras_hpc.errors import LaunchError
 from keras_hpc.job import launch
-from keras_hpc.tools import elastic, launchers, rank
+from keras_hpc.tools import elastic, launchers, places, rank
+
+_ANSWER_SECONDS = 10.0  # after which a host is taken to be gone
 
 
 def add_command(commands: Any) -> None:
@@ -51,7 +53,13 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--elastic",
         action="store_true",
-        help="when a rank is killed, start again with one less; a Checkpoint of the script goes on from its last save",
+        help="when a rank is killed, start again with one less, and without hosts that do not answer; a Checkpoint of "
+        "the script goes on from its last save",
+    )
+    parser.add_argument(
+        "--rejoin",
+        action="store_true",
+        help="with --elastic: at the end of an epoch, start again with the ranks that were lost, where there is place",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the command instead")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as after python -m")
@@ -64,11 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Becomes the launcher; returns only after `--dry-run`, or with `--elastic` the exit status of the last job."""
     try:
         command, environment = _command(arguments)
-        if arguments.elastic and (arguments.hosts or arguments.ranks is None):
-            raise LaunchError(
-                "`--elastic` starts with -n ranks, and with one less when one is killed, where the launcher puts them. "
-                "Expected -n N, and no --hosts"
-            )
+        wanted = _wanted(arguments)
     except LaunchError as error:
         sys.exit(f"keras_hpc run: {error}")
     if arguments.dry_run:
@@ -79,11 +83,46 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"keras_hpc run: output in {arguments.output_dir}/rank*.txt", flush=True)
     if arguments.elastic:
 
-        def job_of(ranks: int) -> tuple[list[str], dict[str, str]]:
-            return _command(argparse.Namespace(**vars(arguments) | {"ranks": ranks}))
+        def job_of(placement: places.Placement) -> tuple[list[str], dict[str, str]]:
+            where = {"ranks": placement.ranks, "hosts": list(placement.hosts)}
+            return _command(argparse.Namespace(**vars(arguments) | where))
 
-        return elastic.supervise(job_of, arguments.ranks)
+        return elastic.supervise(job_of, _machine(arguments, wanted, command[0]), rejoin=arguments.rejoin)
     os.execvpe(command[0], command, os.environ | environment)
+
+
+def _wanted(arguments: argparse.Namespace) -> places.Placement:
+    """Where an elastic job starts at first."""
+    if not arguments.elastic:
+        if arguments.rejoin:
+            raise LaunchError("`--rejoin` is for jobs that lose ranks. Expected --elastic. Received: --rejoin")
+        return places.Placement(0)
+    hosts = tuple(_spread(arguments.ranks, arguments.hosts))
+    ranks = sum(count for _, count in hosts) or arguments.ranks or int(os.environ["SLURM_NTASKS"])
+    return places.Placement(ranks, hosts)
+
+
+def _machine(arguments: argparse.Namespace, wanted: places.Placement, launcher: str) -> places.Machine:
+    """Where an elastic job can start its ranks.
+
+    Args:
+        arguments: of the command line.
+        wanted: where it starts at first.
+        launcher: the program.
+    """
+    if launcher == "srun":
+        return places.Allocation(wanted)
+    if not wanted.hosts:
+        return places.Machine(wanted)
+    mpiexec = launchers.mpiexec_at(Path(launcher))
+
+    def answers(host: str) -> bool:
+        command = launchers.mpiexec_command(mpiexec, 1, [(host, 1)])
+        command = [command[0], *arguments.launcher_args, *command[1:], "true"]
+        environment = os.environ | launchers.mpiexec_environment(1, placed=True, pinned=False)
+        return launchers.ends_well(command, environment, _ANSWER_SECONDS)
+
+    return places.Hosts(wanted, answers)
 
 
 def _command(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:

@@ -29,6 +29,7 @@ from checkpoint_cases import (
 from keras_cases import enough_on, job
 
 import keras_hpc
+from keras_hpc.job import supervised
 from keras_hpc.keras_hooks.checkpoint import callback_state, snapshot, stop_signals, storage, tensors
 
 RANKS = {"torch": (2,)}
@@ -187,6 +188,36 @@ def test_ranks_that_do_not_share_a_disk(folder, monkeypatch):
     resumed_equals_uninterrupted(folder, network, (12,), lambda: (X, Y), batch_size=BATCH)
     (newest,) = Path(folder, "pieces").glob("step-000000024")
     assert [path.name[:9] for path in newest.glob("rank*")] == ["rank00000"]
+
+
+@only_on("torch")
+@enough_on("torch")
+def test_a_job_ends_at_the_end_of_an_epoch_where_ranks_wait_to_join(folder, monkeypatch):
+    """As `keras_hpc run --elastic --rejoin` asks for; what it goes on with is tested there."""
+    notes = Path(folder, "notes")
+    if job().rank == 0:
+        notes.mkdir()
+        monkeypatch.setenv(supervised.NAME, str(notes))
+    given = [keras_hpc.callbacks.Checkpoint(os.path.join(folder, "run"), 3), Ask(notes if job().rank == 0 else None)]
+    with pytest.raises(SystemExit) as left:
+        network().fit(X, Y, BATCH, epochs=3, verbose=0, callbacks=given)
+    assert left.value.code == 0
+    assert supervised.has_left(notes)
+    assert sorted(os.listdir(os.path.join(folder, "run")))[-1] == "step-000000008", "of the first epoch"
+    history = network().fit(X, Y, BATCH, epochs=1, verbose=0, callbacks=given[:1]).history
+    assert len(history["loss"]) == 1, "which is over"
+
+
+class Ask(keras.callbacks.Callback):
+    """Asks, in the first epoch, on one rank."""
+
+    def __init__(self, notes):
+        super().__init__()
+        self.notes = notes
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.notes is not None:
+            supervised.ask_to_rejoin(self.notes)
 
 
 @only_on("torch")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains with eight virtual ranks; rank 0 says with which bits it ends, and how long a step took.
 
-`train_virtual.py [FOLDER [STEPS]]`: with a checkpoint in FOLDER every so many STEPS. A rank whose number is in the file
-FOLDER.kill kills itself before the step whose number is behind it there, once.
+`train_virtual.py [FOLDER [STEPS [SECONDS]]]`: with a checkpoint in FOLDER every so many STEPS, and so many SECONDS
+before each step. A rank whose number is in the file FOLDER.kill kills itself before the step whose number is behind it
+there, once.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ import keras_hpc
 keras_hpc.init(virtual_ranks=8, device="cpu")
 folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
 KILL = folder and Path(f"{folder}.kill")
+PAUSE = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
 random = np.random.default_rng(7)
 X = random.normal(size=(520, 16, 16, 3)).astype("float32")
 Y = np.argmax(X[:, 0, :10, 0] + 0.1 * random.normal(size=(520, 10)), axis=1).astype("int32")
@@ -54,6 +56,7 @@ class Watch(keras.callbacks.Callback):
         self.epoch = epoch
 
     def on_train_batch_begin(self, batch, logs=None):
+        time.sleep(PAUSE)
         self.begun = time.perf_counter()
         if KILL is not None and KILL.exists():
             rank, step = map(int, KILL.read_text().split())

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from keras_hpc import callbacks as ours
+from keras_hpc.job import supervised
 from keras_hpc.keras_hooks import building, running, settling
 from keras_hpc.keras_hooks.checkpoint import callback_state, position, snapshot, stop_signals, storage
 from keras_hpc.keras_hooks.checkpoint.store import Store
@@ -152,7 +153,7 @@ class Session:
         """Save if it is time to, if training ends, or if a signal asks to stop. Collective."""
         self.epoch, self.step = epoch + 1, 0
         last = self.epoch >= callbacks.params.get("epochs", 0) or self.model.stop_training
-        stop = self._look(self.request.look)
+        stop = self._look(self.request.after_epoch)
         if self.every is None or self._due or last or stop:
             self.save(callbacks)
         if stop and not last:
@@ -241,11 +242,15 @@ class Session:
         """End this process, and every rank does."""
         self.request.taken = True
         self.store.agree(wait=True)
-        if self.team.rank == 0:
-            (self.store.folder / storage.INTERRUPTED).touch()
         where = f"epoch {self.epoch + 1}, step {self.step + 1}"
-        self.store.say(
-            f"{signal.Signals(number).name}: saved in {self.store.folder}, ends. The same command goes on from {where}"
-        )
+        if number == stop_signals.REJOIN:
+            self.store.say(f"saved in {self.store.folder}, ends, to go on with more ranks from {where}")
+            if self.team.rank == 0:
+                supervised.leave_to_rejoin()
+        else:
+            if self.team.rank == 0:
+                (self.store.folder / storage.INTERRUPTED).touch()
+            name = signal.Signals(number).name
+            self.store.say(f"{name}: saved in {self.store.folder}, ends. The same command goes on from {where}")
         self.team.barrier()
         sys.exit(0)

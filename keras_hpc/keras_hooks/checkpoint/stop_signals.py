@@ -12,8 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from keras_hpc.job import supervised
+
 # SIGTERM: preemption, scancel, the time limit itself. SIGUSR1: Slurm's warning before the limit (--signal=USR1@120).
 _NUMBERS = (signal.SIGTERM, signal.SIGUSR1)
+# What `keras_hpc run --elastic --rejoin` asks for is agreed on as if it were a signal, which is less than those.
+REJOIN = signal.SIGHUP
 _LOOK_SECONDS = 0.5
 
 
@@ -42,7 +46,9 @@ class Request:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if self._received and not self.taken:  # it came too late for `fit`: it is for the program then
+        if (
+            self._received not in (0, REJOIN) and not self.taken
+        ):  # it came too late for `fit`: it is for the program then
             os.kill(os.getpid(), self._received)
 
     def _note(self, number: int, _: types.FrameType | None) -> None:
@@ -52,6 +58,12 @@ class Request:
         """Return the signal that a rank has received, or 0 if there is none or it is not time to look. Collective."""
         self._left -= 1
         return 0 if self._left > 0 else self.look(team)
+
+    def after_epoch(self, team: Any) -> int:
+        """Return the signal that a rank has received, or 0; `REJOIN` if ranks wait outside. Collective on the team."""
+        if team.rank == 0 and not self._received and supervised.asked_to_rejoin():
+            self._received = REJOIN
+        return self.look(team)
 
     def look(self, team: Any) -> int:
         """Return the signal that a rank has received, or 0. Collective on the team."""
