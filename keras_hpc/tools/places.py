@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 _RANK_LOST = re.compile(r"rank (\d+) .{0,60}?(?:has ended|was killed|does not answer)")
-# They describe the allocation as it was: srun would insist on it.
-_STALE = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NPROCS")
+# They describe the allocation as it was. Without a number of nodes srun would wait for those that failed.
+_STALE = ("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NPROCS")
+_NODES = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +132,9 @@ class Allocation(Machine):
 
     def environment(self, now: Placement) -> dict[str, str | None]:
         """Return what srun must not find where the job has not got all that the allocation was made for."""
-        return dict.fromkeys(_STALE) if now != self.wanted else {}
+        if now == self.wanted:
+            return {}
+        return dict.fromkeys(_STALE) | dict.fromkeys(_NODES, str(min(self._nodes, now.ranks)))
 
 
 def _placed(hosts: Sequence[tuple[str, int]]) -> Placement:

@@ -28,11 +28,12 @@ for processes in spaces.values():
 subprocess.run(["scontrol", "update", f"nodename={name}", "state=DOWN", "reason=lost"], check=True)
 """
 JOB = f"""
-python -m keras_hpc run --elastic -n "$SLURM_NTASKS" {TRAIN} /dev/shm/run 5 0.2 > log.txt 2>&1 &
+timeout 100 python -m keras_hpc run --elastic -n "$SLURM_NTASKS" {TRAIN} /dev/shm/run 5 0.2 > log.txt 2>&1 &
+job=$!
 while ! grep -q "steps an epoch" log.txt; do sleep 0.1; done
 sleep 2
 python lose.py host2
-wait %1
+wait $job
 echo "ended with $?" >> log.txt
 """
 
