@@ -31,8 +31,9 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
     but waits for the end of an epoch whose length is not known, and so does a signal that comes during validation.
 
     Only to copy the values into memory makes training wait; a thread of each rank writes them then, and only the next
-    save waits for it, or the end of `fit`. Where all ranks see the folder, each writes a part of it; else the first
-    writes alone. Files are in the safetensors format, with digests.
+    save waits for it, or the end of `fit`. Where all ranks see the folder, each writes a part of it; else those of each
+    node write a whole one there, and training goes on from the newest that a node has. Files are in the safetensors
+    format, with digests.
 
     On another number of ranks, training goes on after as many samples, rounded down to whole steps, and says what
     changed. SIGTERM and SIGUSR1 make all ranks save and exit with status 0; a file `interrupted` in the folder then
