@@ -280,7 +280,7 @@ def _share(step: running.Step, divisor: Any) -> Any:
         return _share_of_part(step, count, divisor)
     divided = isinstance(divisor, float)  # then the sums stay sums
     has_samples = count > 0
-    mine = keras.ops.where(has_samples, keras.ops.cast(divisor, "float32"), 0.0)
+    mine = keras.ops.cast(keras.ops.where(has_samples, divisor, 0.0), "float32")  # last: a floatx of 64 bits wins
     (total,) = _sum(step, keras.ops.stack([count, mine]))
     # Of sums of whole outputs each rank of a group has the same.
     copies = 1 if parts.is_of_part() else current.team_of(step.model).parts

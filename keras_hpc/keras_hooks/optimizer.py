@@ -105,6 +105,9 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
         gradients = list(map(_as_tensor, bound.arguments["grads"]))
         stateless = original.__name__ == "stateless_apply"  # which is given values instead of variables
         variables = (not stateless and bound.arguments.get("trainable_variables")) or model_variables.trained_by(self)
+        for gradient, variable in zip(gradients, variables, strict=False):
+            if hasattr(gradient, "set_shape"):  # TensorFlow may not know it when it traces: of a Dense on images
+                gradient.set_shape(variable.shape)
         if inside and pipelined:
             return _apply_pipelined(self, original, bound, gradients, variables, None)
         if inside:

@@ -261,14 +261,18 @@ def check_same_samples(model: Any, batch: Any) -> None:
         return
     group = current.job().group
     leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
-    wholes = [leaf for leaf in leaves if not _is_part(leaf, runner)]
-    mine = [[int(leaf.shape[0]) for leaf in leaves if len(leaf.shape)], digest(wholes)]
+    mine = [
+        [int(leaf.shape[0]) for leaf in leaves if len(leaf.shape)],
+        [None if _may_be_part(leaf, runner) else digest(leaf) for leaf in leaves],
+    ]
     everyone = group.team.allgather_object(mine, "samples of a group")
-    if any(theirs != mine for theirs in everyone):
+    rows, digests = zip(*everyone, strict=True)
+    # Extents tell little: a whole tensor may have as many rows as one rank's part of another tensor.
+    wholes = [{one for one in of_leaf if one is not None} for of_leaf in zip(*digests, strict=False)]
+    if any(theirs != rows[0] for theirs in rows) or any(len(one) > 1 for one in wholes):
         raise ValueError(
             "The ranks of a group compute the same samples, each a part of them. Expected the same batch on all ranks "
-            f"of group {group.index}. Received: {[sizes for sizes, _ in everyone]} rows on them, of different contents "
-            "where these are equal"
+            f"of group {group.index}. Received: {list(rows)} rows on them, of different contents where these are equal"
         )
 
 
@@ -281,7 +285,7 @@ def _check_first_samples(model: Any, inputs: Any) -> None:
         check_same_samples(model, inputs)
 
 
-def _is_part(leaf: Any, runner: Runner) -> bool:
+def _may_be_part(leaf: Any, runner: Runner) -> bool:
     tensors = [(x, runner.plan.splits[id(x)]) for x in runner.plan.model.inputs] + _outputs_of(runner.plan)
     return any(_whole(leaf, x.shape, split) is not leaf for x, split in tensors)
 
