@@ -185,8 +185,9 @@ class Runner:
         if kind == "average":  # the part's fraction of all positions, of which ranks may hold some several times
             tensor = node.input_tensors[0]
             y = y * (math.prod(x.shape[1:-1]) / self._positions(tensor.shape, self.plan.splits[id(tensor)]))
-        one = self._gathered(name, ops.reshape(y, (-1, 1, y.shape[-1])))
-        one = ops.sum(one, axis=1) if kind == "average" else ops.max(one, axis=1)
+            one = ops.sum(self._gathered(name, ops.reshape(y, (-1, 1, y.shape[-1]))), axis=1)
+        else:
+            one = statistics.maximum(functools.partial(self._gathered, name), x)
         return ops.reshape(one, (-1, *y.shape[1:]))
 
     def _statistics(self, name: str, node: Any, layer: Any) -> Callable[..., Any]:

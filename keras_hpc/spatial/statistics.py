@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group and layer normalization of samples of which each rank has a part.
+"""Numbers of samples of which each rank has a part: group and layer normalization, and maxima.
 
 Of each sample, rank q of a group has the share s_q of the positions, with mean m_q and variance v_q. Together they have
 
@@ -65,6 +65,31 @@ def normalized(
         if variable is not None:
             y = apply(y, ops.cast(_of_part(layer, variable, rows, rank), dtype))
     return ops.cast(y, layer.compute_dtype)
+
+
+def maximum(gather: Gather, x: Any) -> Any:
+    """Return the maximum of each channel over the positions of all parts, (batch, channels).
+
+    Its gradient goes to all positions that have it in equal shares, as it does on one rank.
+
+    Args:
+        gather: gives the numbers of all ranks.
+        x: this rank's part, (batch, ..., channels).
+    """
+    dtype = keras.backend.result_type(keras.backend.standardize_dtype(x.dtype), "float32")  # counts have no 16 bits
+    axes, channels = list(range(1, len(x.shape) - 1)), x.shape[-1]
+    values = ops.cast(x, dtype)
+    mine = ops.max(values, axis=axes, keepdims=True)
+    count = ops.sum(ops.cast(ops.equal(values, mine), dtype), axis=axes)
+    numbers = ops.concatenate([ops.reshape(mine, (-1, channels)), ops.stop_gradient(count)], axis=-1)
+    everyone = gather(ops.reshape(numbers, (-1, 1, 2 * channels)))
+    maxima, counts = everyone[..., :channels], everyone[..., channels:]
+    found = ops.stop_gradient(ops.max(maxima, axis=1, keepdims=True))
+    counts = ops.stop_gradient(ops.where(ops.equal(maxima, found), counts, ops.zeros_like(counts)))
+    # A zero with the gradient that the maximum has.
+    change = ops.where(counts > 0, maxima - ops.stop_gradient(maxima), ops.zeros_like(maxima))
+    share = counts / ops.maximum(ops.sum(counts, axis=1, keepdims=True), 1)
+    return ops.cast(found[:, 0] + ops.sum(share * change, axis=1), x.dtype)
 
 
 def _of_part(layer: Any, variable: Any, rows: Sequence[slice], rank: int) -> Any:
