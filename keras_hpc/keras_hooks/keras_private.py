@@ -29,6 +29,8 @@ GLOBAL_SEED_GENERATOR_OF = "keras.src.random.seed_generator:global_seed_generato
 IN_STATELESS_SCOPE = "keras.src.backend.common.stateless_scope:in_stateless_scope"
 LOSSES = "keras.src.losses.loss"
 APPLY_MASK = f"{LOSSES}:apply_mask"
+GET_MASK = "keras.src.backend:get_keras_mask"
+SET_MASK = "keras.src.backend:set_keras_mask"
 FUNCTION = "keras.src.ops.function:Function"
 FUNCTIONAL = "keras.src.models.functional:Functional"
 
@@ -67,6 +69,8 @@ REQUIRED = [
     "keras.src.models.model:Model.load_weights",
     f"{LOSSES}:reduce_weighted_values",
     APPLY_MASK,
+    GET_MASK,
+    SET_MASK,
     GLOBAL_SEED_GENERATOR_OF,
     "keras.src.backend.common.global_state:get_global_attribute",
     "keras.src.backend.common.global_state:set_global_attribute",

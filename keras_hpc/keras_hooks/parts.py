@@ -26,6 +26,7 @@ from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.keras_hooks import keras_private, own_steps, running, seeds
 from keras_hpc.keras_hooks.data.arrays import digest
+from keras_hpc.spatial.masks import Masks
 from keras_hpc.spatial.partition import plan_of
 from keras_hpc.spatial.plan import Plan, Split, functional_of
 from keras_hpc.spatial.run import Order, Runner
@@ -100,7 +101,8 @@ def use(model: Any, plan: Plan) -> None:
             "A layer of a model in parts cannot add a loss of its own. Received: "
             f"`{own[0].name}` ({type(own[0]).__name__})"
         )
-    runner = Runner(plan, group, seeds.of_part) if plan.is_split else None
+    masks = Masks(keras_private.get(keras_private.GET_MASK), keras_private.get(keras_private.SET_MASK))
+    runner = Runner(plan, group, seeds.of_part, masks) if plan.is_split else None
     for one in (model, functional_of(model)):
         state = known.model(one)
         state.runner, state.is_planned = runner, True

@@ -61,8 +61,8 @@ class Group:
         move = fetch.move_at(self.place)
         if beside is None:
             return self._made(name, f"{fetch}, {fill}", move, line, fill)
-        sides = beside.move_at(self.place).pads
-        return self._made(name, f"{fetch}, {beside}, {fill}", move, line, fill, beside.extent, sides)
+        across = beside.move_at(self.place)
+        return self._made(name, f"{fetch}, {beside}, {fill}", move, line, fill, across.extent, across.pads)
 
     def gather(self, name: str) -> Any:
         """Return the exchange that gives each rank one row of every rank of the group. Collective at the first call."""

@@ -36,6 +36,7 @@ _MERGES = (layers.Add, layers.Subtract, layers.Multiply, layers.Average, layers.
 _POINTWISE = (
     *_MERGES,
     *(layers.Activation, layers.ReLU, layers.LeakyReLU, layers.ELU, layers.Dense, layers.Identity, layers.Rescaling),
+    layers.Masking,
     *(layers.Dropout, layers.GaussianNoise, layers.GaussianDropout, layers.AlphaDropout),
 )
 # On the last axis only.

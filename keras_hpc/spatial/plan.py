@@ -164,8 +164,6 @@ class Plan:
             return self._model(node, before)
         if type(layer) in kinds.WINDOWED:
             return self._window(layer, inputs[0], before[0], outputs[0])
-        if type(layer).__name__ == "Masking" or getattr(layer, "mask_zero", False):
-            raise self._refusal(layer, "makes a mask")
         if not any(before):
             return whole
         rank = len(inputs[0].shape)

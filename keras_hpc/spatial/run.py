@@ -18,6 +18,7 @@ from keras_hpc import backends
 from keras_hpc.spatial import geometry, statistics, windows
 from keras_hpc.spatial.fetch import Fetch, fetch
 from keras_hpc.spatial.group import Group
+from keras_hpc.spatial.masks import Masks
 from keras_hpc.spatial.plan import WHOLE, Plan, Split, Step
 
 Sum = Callable[[Any], Any]
@@ -80,15 +81,16 @@ class Runner:
         plan: of the model.
         group: the ranks.
         drawing: returns a context in which a layer draws random numbers of this rank's own.
+        masks: of tensors.
     """
 
     def __init__(
-        self, plan: Plan, group: Group, drawing: Callable[[], contextlib.AbstractContextManager[None]]
+        self, plan: Plan, group: Group, drawing: Callable[[], contextlib.AbstractContextManager[None]], masks: Masks
     ) -> None:
-        self.plan, self._group, self._drawing = plan, group, drawing
+        self.plan, self._group, self._drawing, self._masks = plan, group, drawing, masks
         self._done = _last_uses(plan)
         self._inner = {
-            id(node): Runner(step.plan, group, drawing) for node, step in plan.nodes() if step.plan is not None
+            id(node): Runner(step.plan, group, drawing, masks) for node, step in plan.nodes() if step.plan is not None
         }
 
     def run(self, inputs: Any, operation_fn: Callable[[Any], Any], whole: bool, name: str, order: Order) -> Any:
@@ -103,13 +105,17 @@ class Runner:
         """
         with _exchanging(order):
             outputs = self._outputs(inputs, operation_fn, whole, name)
-            return keras.tree.map_structure(lambda y: backends.current().after(y, order), outputs)
+            after = backends.current().after
+            return keras.tree.map_structure(lambda y: self._masks.carried(y, after(y, order)), outputs)
 
     def _outputs(self, inputs: Any, operation_fn: Callable[[Any], Any], whole: bool, name: str) -> Any:
         model = self.plan.model
         values = {}
         for tensor, x in zip(model.inputs, keras.tree.flatten(inputs), strict=True):
-            values[id(tensor)] = self.cut(x, tensor.shape, self.plan.splits[id(tensor)], f"input `{tensor.name}`")
+            cut = functools.partial(
+                self.cut, shape=tensor.shape, split=self.plan.splits[id(tensor)], what=f"input `{tensor.name}`"
+            )
+            values[id(tensor)] = self._masks.carried(x, cut(x), cut)
         for number, (node, step) in enumerate(self.plan.nodes()):
             # A layer may have several nodes.
             of_node = f"{name}/{node.operation.name}/{number}"
@@ -120,7 +126,7 @@ class Runner:
         outputs = [values[id(tensor)] for tensor in model.outputs]
         if whole:
             outputs = [
-                self._fetched(y, fetch(self.plan.grid, x.shape, split, WHOLE), f"{name}/output {number}")
+                self._with_mask(y, fetch(self.plan.grid, x.shape, split, WHOLE), f"{name}/output {number}")
                 for number, (x, y, split) in enumerate(zip(model.outputs, outputs, self.plan.outputs, strict=True))
             ]
         return keras.tree.pack_sequence_as(model._outputs_struct, outputs)
@@ -160,7 +166,9 @@ class Runner:
         layer = node.operation
         mine = {}
         for index, (tensor, read) in enumerate(zip(node.input_tensors, step.fetches, strict=True)):
-            mine[id(tensor)] = self._fetched(values[id(tensor)], read, f"{name}.{index}" if index else name)
+            # A layer that reads other positions, too, has no use for masks in Keras.
+            fetched = self._with_mask if step.kind == "layer" and step.splits[0] else self._fetched
+            mine[id(tensor)] = fetched(values[id(tensor)], read, f"{name}.{index}" if index else name)
         if step.kind == "model":
             return self._inner[id(node)]._outputs([mine[id(x)] for x in node.input_tensors], operation_fn, False, name)
         args, kwargs = node.arguments.fill_in(mine)
@@ -177,12 +185,15 @@ class Runner:
                     return call(*args, **kwargs)
             outputs = call(*args, **kwargs)
         if step.kind in ("average", "maximum"):
-            return self._over_group(step.kind, name, node, args[0], outputs)
+            mask = kwargs.get("mask", self._masks.of(args[0]))
+            return self._over_group(step.kind, name, node, args[0], outputs, mask)
         return outputs
 
-    def _over_group(self, kind: str, name: str, node: Any, x: Any, y: Any) -> Any:
+    def _over_group(self, kind: str, name: str, node: Any, x: Any, y: Any, mask: Any) -> Any:
         """Return a global pooling of all parts, of that of this part."""
-        if kind == "average":  # the part's fraction of all positions, of which ranks may hold some several times
+        if kind == "average" and mask is not None:
+            one = statistics.masked_average(functools.partial(self._gathered, name), x, mask)
+        elif kind == "average":  # the part's fraction of all positions, of which ranks may hold some several times
             tensor = node.input_tensors[0]
             y = y * (math.prod(x.shape[1:-1]) / self._positions(tensor.shape, self.plan.splits[id(tensor)]))
             one = ops.sum(self._gathered(name, ops.reshape(y, (-1, 1, y.shape[-1]))), axis=1)
@@ -219,6 +230,12 @@ class Runner:
         return backends.current().exchange(self._group.gather(name), row, 1, _layer.order)
 
     # ---- fetches
+
+    def _with_mask(self, x: Any, read: Fetch | None, name: str) -> Any:
+        def change(mask: Any) -> Any:
+            return self._fetched(mask, read, f"{name} mask")
+
+        return self._masks.carried(x, self._fetched(x, read, name), change)
 
     def _fetched(self, x: Any, read: Fetch | None, name: str) -> Any:
         if read is None:

@@ -92,6 +92,22 @@ def maximum(gather: Gather, x: Any) -> Any:
     return ops.cast(found[:, 0] + ops.sum(share * change, axis=1), x.dtype)
 
 
+def masked_average(gather: Gather, x: Any, mask: Any) -> Any:
+    """Return the average of each channel over the positions of all parts that a mask leaves, (batch, channels).
+
+    Args:
+        gather: gives the numbers of all ranks.
+        x: this rank's part, (batch, rows, channels).
+        mask: (batch, rows), which positions count.
+    """
+    dtype = keras.backend.result_type(keras.backend.standardize_dtype(x.dtype), "float32")
+    counts = ops.expand_dims(ops.cast(mask, "bool"), -1)
+    sums = ops.sum(ops.where(counts, ops.cast(x, dtype), 0), axis=1)
+    numbers = ops.concatenate([sums, ops.sum(ops.cast(counts, dtype), axis=1)], axis=-1)
+    total = ops.sum(gather(ops.expand_dims(numbers, 1)), axis=1)
+    return ops.cast(total[:, :-1] / total[:, -1:], x.dtype)
+
+
 def _of_part(layer: Any, variable: Any, rows: Sequence[slice], rank: int) -> Any:
     """Return the scale or offset of this rank's positions, so that it broadcasts."""
     if type(layer) is layers.GroupNormalization:
