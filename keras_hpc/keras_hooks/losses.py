@@ -71,7 +71,10 @@ def install(job: Any, patcher: Any) -> None:
         @functools.wraps(original)
         def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
             step = running.step()
-            if sample_weight is None and _exchanges(step) and any(metric is self for metric in _output_losses(step)):
+            # Of one rank TensorFlow may know the batch size when it traces, of another not: all batches of the one are
+            # equal, by chance. They must do the same; where all global batches are equal, it comes to the same.
+            wanted = sample_weight is None or _is_tracing_tensorflow()
+            if wanted and _exchanges(step) and any(metric is self for metric in _output_losses(step)):
                 sample_weight = _part(step)
             return original(self, values, sample_weight=sample_weight)
 
@@ -112,6 +115,14 @@ def install(job: Any, patcher: Any) -> None:
         patcher.patch(tf.GradientTape, "gradient", _scaling_vectors)
     patcher.patch(keras_private.module(keras_private.LOSSES), "reduce_weighted_values", weigh)
     patcher.patch(keras.metrics.Mean, "update_state", divide_step)
+
+
+def _is_tracing_tensorflow() -> bool:
+    if keras.backend.backend() != "tensorflow":
+        return False
+    import tensorflow as tf
+
+    return not tf.executing_eagerly()
 
 
 class _Asked(threading.local):
