@@ -9,13 +9,14 @@ import math
 import os
 import shutil
 import signal
-import socket
 import threading
 import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from keras_hpc import _native
 from keras_hpc.job import launch, log, trace_file
@@ -61,7 +62,7 @@ class Recording:
         self._known: set[tuple[int, str]] = set()
         self._ended = threading.Event()
         self._descriptor = os.open(self.part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        about = {"rank": job.rank, "ranks": job.size, "host": socket.gethostname(), "offset": offset}
+        about = {"rank": job.rank, "ranks": job.size, "host": os.uname().nodename, "offset": offset}
         trace_file.append(self._descriptor, about)
         self._previous: Any = None
         self._takes_signals = (
@@ -217,20 +218,22 @@ def _offset(job: Job) -> float:
     if job.node_count == 1 or job.comm is None:
         return 0.0
     comm = job.comm.Dup()
+    clock = np.zeros(1)
     best, offset = math.inf, 0.0
     if job.rank == 0:
         for rank in range(1, job.size):
             for _ in range(_ROUNDS):
-                comm.recv(source=rank)
-                comm.send(time.monotonic(), dest=rank)
+                comm.Recv(clock, source=rank)
+                clock[0] = time.monotonic()
+                comm.Send(clock, dest=rank)
     else:
         for _ in range(_ROUNDS):
             begin = time.monotonic()
-            comm.send(None, dest=0)
-            there = comm.recv(source=0)
+            comm.Send(clock, dest=0)
+            comm.Recv(clock, source=0)
             took = time.monotonic() - begin
             if took < best:
-                best, offset = took, there - (begin + took / 2)
+                best, offset = took, float(clock[0]) - (begin + took / 2)
     comm.Free()
     return offset
 
