@@ -293,9 +293,10 @@ def _share(step: running.Step, divisor: Any) -> Any:
     has_samples = count > 0
     mine = keras.ops.cast(keras.ops.where(has_samples, divisor, 0.0), "float32")  # last: a floatx of 64 bits wins
     (total,) = _sum(step, keras.ops.stack([count, mine]))
-    # Of sums of whole outputs each rank of a group has the same.
-    copies = 1 if parts.is_of_part() else current.team_of(step.model).parts
-    of_divisor = 1.0 / copies if divided else keras.ops.divide_no_nan(mine, total[1])
+    # Of sums of outputs that several ranks have alike, each has the same.
+    of_divisor = (
+        1.0 / parts.copies_of_loss(current.team_of(step.model)) if divided else keras.ops.divide_no_nan(mine, total[1])
+    )
     return keras.ops.where(has_samples, of_divisor * keras.ops.divide_no_nan(total[0], count), 1.0)
 
 

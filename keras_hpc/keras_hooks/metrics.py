@@ -148,7 +148,7 @@ def reduce_metrics(model: Any, team: Any, extra: list[float]) -> np.ndarray:
     _warn_of_unknown(model, merging)
     arrays = [own[id(variable)] for variable in variables]
     values_of = [array.reshape(-1).astype(np.float64) for array in arrays]
-    counting = _counting(model, team)
+    counting = parts.counting_ranks(model, team)
     for variable, part in zip(variables, values_of, strict=True):
         if team.rank not in counting or (variable.aggregation == "only_first_replica" and team.rank > 0):
             part[:] = 0
@@ -166,11 +166,6 @@ def reduce_metrics(model: Any, team: Any, extra: list[float]) -> np.ndarray:
     for key, variable in everything.items():
         setattr(variable, _OWN, (own[key], backend.to_numpy(variable.value)))
     return buffer[start:]
-
-
-def _counting(model: Any, team: Any) -> Sequence[int]:
-    """Return the ranks whose metrics count: of a group whose ranks see the same outputs, the first one."""
-    return range(0, team.size, 1 if parts.gives_parts(model) else team.parts)
 
 
 def _merge(metric: Any, team: Any, counting: Sequence[int]) -> None:

@@ -42,10 +42,12 @@ class _Part:
 
     Attributes:
         share: this rank's positions, divided by what the group's ranks have on average.
+        copies: how many ranks of the group have the same part.
         extents: rows of each spatial axis that this rank has.
     """
 
     share: float
+    copies: int
     extents: tuple[int, ...]
 
     def check(self, values: Any, what: str) -> None:
@@ -341,7 +343,7 @@ def _part_of(model: Any, y_pred: Any) -> _Part | None:
     if runner is None or running.step() is None or not _communicates():
         return None
     rank = len(runner.plan.model.outputs[0].shape)
-    return _Part(runner.share(0), tuple(int(rows) for rows in leaves[0].shape[1 : max(rank - 1, 2)]))
+    return _Part(runner.share(0), runner.copies(0), tuple(int(rows) for rows in leaves[0].shape[1 : max(rank - 1, 2)]))
 
 
 def _cut(runner: Any, what: str, leaf: Any) -> Any:
@@ -353,9 +355,20 @@ def _cut(runner: Any, what: str, leaf: Any) -> Any:
     return runner.cut(leaf, output.shape, axes, what)
 
 
-def is_of_part() -> bool:
-    """Return whether the loss that is computed is one of this rank's part."""
-    return _of.loss is not None
+def copies_of_loss(team: Any) -> int:
+    """Return on how many ranks of a group the loss that is computed has the same values."""
+    return int(team.parts) if _of.loss is None else _of.loss.copies
+
+
+def counting_ranks(model: Any, team: Any) -> list[int]:
+    """Return the ranks whose metrics count: of those that see the same outputs, the first one."""
+    runner = runner_of(model) if gives_parts(model) else None
+    ranks = range(team.size)
+    return [
+        rank
+        for rank in ranks
+        if (rank % team.parts == 0 if runner is None else runner.is_first_copy(rank % team.parts))
+    ]
 
 
 def share_of_loss(values: Any, reduction: Any) -> float | None:

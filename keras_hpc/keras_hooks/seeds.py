@@ -186,7 +186,7 @@ def of_part() -> Iterator[None]:
 
     number = int(torch.randint(2**31, ()))
     outside = torch.get_rng_state()
-    torch.default_generator.manual_seed((number << 31) ^ offset(current.job().group.rank + 1))
+    torch.default_generator.manual_seed((number << 31) ^ offset((run.part() or 0) + 1))
     try:
         yield
     finally:
@@ -213,7 +213,8 @@ def _rank(model: Any) -> int:
     if step is not None and step.part is not None:
         return step.part
     team = current.job().teams[0] if model is None else current.team_of(model)
-    return team.replicas + team.rank if team.parts > 1 and run.has_part() else team.replica
+    part = run.part()
+    return team.replica if part is None else team.replicas + team.replica * team.parts + part
 
 
 def _draws_by_rank() -> bool:

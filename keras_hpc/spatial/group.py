@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from keras_hpc import _native
@@ -47,6 +47,10 @@ class Group:
         if index >= len(self.grid.parts):
             return 0, extent
         return bounds(extent, self.grid.parts[index])[self.place[index]]
+
+    def first_with_part(self, split: Collection[int]) -> int:
+        """Return the first rank of the group that has the same part of a tensor; `split` has the axes, 1 the first."""
+        return self.grid.rank([part if index + 1 in split else 0 for index, part in enumerate(self.place)])
 
     def exchange(self, name: str, fetch: AxisFetch, fill: float, beside: AxisFetch | None = None) -> Any:
         """Return the engine's exchange for a fetch along an axis. Collective on the group at the first call.

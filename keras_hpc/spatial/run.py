@@ -37,16 +37,16 @@ class Order:
 
 class _Layer(threading.local):
     order: Order  # of the exchanges of the model that runs
-    has_part: bool = False  # whether the layer that runs gives this rank's part of something
+    part: int | None = None  # the first rank of the group that has the part which the layer that runs gives
     sum: Sum | None = None  # of vectors over the group, for what the layer needs of all positions
 
 
 _layer = _Layer()
 
 
-def has_part() -> bool:
-    """Return whether the layer that runs in this thread gives another part on each rank of the group."""
-    return _layer.has_part
+def part() -> int | None:
+    """Return the first rank of the group with the part that the layer gives that runs in this thread; None: all do."""
+    return _layer.part
 
 
 def group_sum() -> Sum | None:
@@ -65,13 +65,13 @@ def _exchanging(order: Order) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _running(part: bool, total: Sum | None) -> Iterator[None]:
-    before = _layer.has_part, _layer.sum
-    _layer.has_part, _layer.sum = part, total
+def _running(part: int | None, total: Sum | None) -> Iterator[None]:
+    before = _layer.part, _layer.sum
+    _layer.part, _layer.sum = part, total
     try:
         yield
     finally:
-        _layer.has_part, _layer.sum = before
+        _layer.part, _layer.sum = before
 
 
 class Runner:
@@ -160,6 +160,15 @@ class Runner:
             factor *= (end - begin) * self.plan.grid.parts[axis - 1] / tensor.shape[axis]
         return factor
 
+    def copies(self, number: int) -> int:
+        """Return how many ranks of the group have the same part of an output."""
+        return self._group.size // math.prod(self.plan.grid.parts[axis - 1] for axis in self.plan.outputs[number])
+
+    def is_first_copy(self, rank: int) -> bool:
+        """Return whether a rank of the group is the first that has its part of the outputs."""
+        place = self.plan.grid.place(rank)
+        return all(part == 0 or index + 1 in self.plan.outputs[0] for index, part in enumerate(place))
+
     # ---- nodes
 
     def _compute(self, name: str, node: Any, step: Step, values: dict[int, Any], operation_fn: Any) -> Any:
@@ -174,8 +183,9 @@ class Runner:
         args, kwargs = node.arguments.fill_in(mine)
         call = operation_fn(layer)
         total = functools.partial(self._sum, name) if step.kind == "moments" else None
-        part = bool(step.splits[0])
-        with _running(part, total), self._drawing() if part and _may_draw(layer) else contextlib.nullcontext():
+        split = step.splits[0]
+        part = self._group.first_with_part(split) if split else None
+        with _running(part, total), self._drawing() if split and _may_draw(layer) else contextlib.nullcontext():
             if step.kind == "window":
                 grid, place = self._group.grid, self._group.place
                 return windows.compute(layer, step.axes, step.splits[0], grid, place, args[0], call)
