@@ -18,7 +18,7 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native examples/c benchmarks/gpu -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sanitize soak test-oldest test-mpi gan3d largebatch localsgd mesh contacts bench bench-hosts bench-peers simulate timelines docs wheels lint format clean
+.PHONY: help demo test sanitize soak test-oldest test-mpi gan3d largebatch localsgd mesh contacts cosmoflow cosmogan bench bench-hosts bench-peers simulate timelines docs linkcheck wheels lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -42,8 +42,8 @@ test-oldest:  ## the tests with the oldest Keras, TensorFlow and JAX that are su
 gan3d: $(VENV)/stamp-demo  ## train the 3DGAN on 1 rank and on 2, several seeds; about 20 minutes; report in results/gan3d
 	$(BIN)/python -m examples.gan3d.study
 
-largebatch: $(VENV)/stamp-demo  ## train with batches of 64 to 4,096 by SGD and by LARS, three seeds; report in results/largebatch
-	$(BIN)/python -m examples.largebatch.study
+largebatch: $(VENV)/stamp-demo  ## train with batches of 64 to 4,096 by SGD and by LARS, three seeds; table and picture in examples/largebatch
+	$(BIN)/python -m examples.largebatch.study --readme
 
 mesh: $(VENV)/stamp-test  ## find cells of meshes that will be tangled, each sample on 1, 2 and 4 ranks, three seeds; results/mesh
 	$(BIN)/python -m examples.mesh.study
@@ -53,6 +53,12 @@ localsgd: $(VENV)/stamp-demo  ## train with gradients and with weights averaged,
 
 contacts: $(VENV)/stamp-demo  ## learn the contact maps of a toy protein on 1 rank and on 2, three seeds; report in results/contacts
 	$(BIN)/python -m examples.contacts.study
+
+cosmoflow: $(VENV)/stamp-demo  ## tell the parameters of universes on 1 rank and on 2, three seeds; table and picture in examples/cosmoflow
+	$(BIN)/python -m examples.cosmoflow.study --readme
+
+cosmogan: $(VENV)/stamp-demo  ## generate maps of weak lensing on 1 rank and on 2, three seeds; table and pictures in examples/cosmogan
+	$(BIN)/python -m examples.cosmogan.study --readme
 
 test-mpi: $(VENV)/stamp-test  ## train on 2 hosts with every MPI, by mpiexec and srun (root; Slurm; Debian's mpich, openmpi-bin)
 	$(BIN)/python -m pytest --every-mpi -m mpi tests/cluster/test_mpis.py $(PYTEST_ARGS)
@@ -94,9 +100,13 @@ bench-peers: $(VENV)/stamp-test  ## training steps beside mpi4py, DDP and DataPa
 	  cp results/peers/$$model.json docs/performance/peers-$$model.json || status=1; done; \
 	$(PAGE) && exit $$status
 
-docs: $(VENV)/stamp-docs  ## build the documentation site in docs/_build/html, without a warning
-	KERAS_BACKEND=tensorflow $(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+# Sphinx gives each of so many processes a share of the pages in a row; with fewer, one would run all notebooks.
+docs: $(VENV)/stamp-docs  ## build the documentation site in docs/_build/html, notebooks run; two minutes
+	KERAS_BACKEND=tensorflow $(BIN)/python -m sphinx -j 40 -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+linkcheck: $(VENV)/stamp-docs  ## look whether the links of the site to other sites lead somewhere (needs the internet)
+	DOCS_WITHOUT_NOTEBOOKS=1 KERAS_BACKEND=tensorflow $(BIN)/python -m sphinx -q -b linkcheck docs docs/_build/links
 
 wheels: $(VENV)/stamp-wheels  ## a source archive and wheels for the Pythons found, in dist/; for aarch64 with its compiler
 	$(BIN)/python packaging/wheels.py

@@ -7,7 +7,9 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from benchmarks.hosts import Hosts, HostsError
 from keras_hpc.errors import LaunchError
@@ -15,6 +17,7 @@ from keras_hpc.job import launch
 from keras_hpc.tools import launchers
 from keras_hpc.tools.bench import ranks
 
+OWN_RANKS = "Starts its own ranks, or measures those that a launcher has started."
 MBIT = "KERAS_HPC_BENCH_MBIT"  # tells the ranks how fast a network we made for them
 
 
@@ -28,6 +31,33 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
         help="make so many throw-away hosts on this machine, with --ranks ranks each (needs root and iproute2)",
     )
     parser.add_argument("--mbit", type=int, metavar="M", help="bandwidth of each host, Mbit/s each way (default: 2500)")
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    text: str,
+    description: str,
+    run: Callable[[argparse.Namespace], int],
+    on_ranks: bool = True,
+) -> argparse.ArgumentParser:
+    """Adds a subcommand that writes a report, with ranks of its own if it has some.
+
+    Args:
+        commands: of the parser.
+        name: of the subcommand.
+        text: one line on it.
+        description: more.
+        run: it; returns the exit status.
+        on_ranks: whether `world_of` starts its ranks.
+    """
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=description)
+    if on_ranks:
+        add_ranks(parser)
+        parser.set_defaults(plot=None)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    parser.set_defaults(run=run)
+    return parser
 
 
 def world_of(arguments: argparse.Namespace) -> launch.World:

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measurements that the command line names: each runs on its ranks, prints, and writes its report."""
+"""The measurements of `python -m benchmarks`: what each takes, and how it runs on its ranks, prints and reports."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import itertools
 import json
 import os
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +20,73 @@ from benchmarks import (
     page,
     pipelined,
     scaling,
+    simulations,
     timeline,
-    validation,
 )
 from keras_hpc.job import launch
 from keras_hpc.job.team import Team
 from keras_hpc.job.team_making import make_team
-from keras_hpc.tools import bench, simulator
+from keras_hpc.tools import bench
 from keras_hpc.tools import timeline as timelines
-from keras_hpc.tools.bench import machine, ranks
+from keras_hpc.tools.bench import ranks
+from keras_hpc.tools.bench.arguments import numbers, sizes
 
-_VALIDATION = Path(__file__).resolve().parents[1] / "docs" / "performance" / "validation.json"
+
+def add_commands(commands: Any) -> None:
+    """Adds a subcommand for each measurement."""
+    for add in (
+        _allreduce,
+        _overlap,
+        _crowded,
+        _pipelined,
+        _checkpoint,
+        _local,
+        _timeline,
+        simulations.add_scaling,
+        simulations.add_validation,
+        _page,
+    ):
+        add(commands)
+
+
+def _allreduce(commands: Any) -> None:
+    sub = commands.add_parser(
+        "allreduce",
+        help="time an allreduce against MPI_Allreduce and against memory",
+        description="Times a sum of float32 over all ranks, in turns with MPI_Allreduce in the same process. Paths: "
+        "'private', an array of the process; 'segment', one made by keras_hpc.empty; 'fusion', 32 "
+        "tensors of a training step. "
+        f"{hosted.OWN_RANKS}",
+    )
+    hosted.add_ranks(sub)
+    bench.add_options(sub)
+    sub.set_defaults(run=run_allreduce)
 
 
 def run_allreduce(arguments: argparse.Namespace) -> int:
     return bench.measure(hosted.world_of(arguments), arguments, hosted.mbit())
+
+
+def _overlap(commands: Any) -> None:
+    sub = hosted.add_command(
+        commands,
+        "overlap",
+        "time a reduction behind computing",
+        "Times steps that compute in pieces and start the reduction of one tensor after each, with and "
+        "without it, for each way to wait for other ranks, and of a pipelined team, whose steps take the"
+        " average of the step before. Each rank computes and communicates on one core. "
+        f"{hosted.OWN_RANKS}",
+        run_overlap,
+    )
+    sub.add_argument(
+        "--backend",
+        choices=gradients.BACKENDS,
+        help="time small gradients on their way from it to the engine and back instead",
+    )
+    sub.add_argument("--tensors", type=int, metavar="N", help="of a step (default: 8, with --backend 160)")
+    sub.add_argument("--bytes", type=sizes, metavar="SIZE", help="of each tensor (default: 1Mi, with --backend 1Ki)")
+    sub.add_argument("--compute-ms", type=float, default=4.0, metavar="MS", help="computing of a step (default: 4)")
+    sub.add_argument("--steps", type=int, default=100, metavar="N", help="timed steps of each kind (default: 100)")
 
 
 def run_overlap(arguments: argparse.Namespace) -> int:
@@ -56,60 +104,6 @@ def run_overlap(arguments: argparse.Namespace) -> int:
 
     seconds = arguments.compute_ms / 1e3
     report["rows"] = overlap.measure(team_that_waits, tensors, nbytes, seconds, arguments.steps, done=show)
-    ranks.end_report(world, report, arguments.json)
-    return 0
-
-
-def run_crowded(arguments: argparse.Namespace) -> int:
-    """Times small steps of many ranks, beside idle plans, and the start of a large plan."""
-    world = hosted.world_of(arguments)
-    team = make_team(world, 0, threads=arguments.lanes, timeout_seconds=300, stall_seconds=60)
-    report = ranks.begin_report(world, "crowded", hosted.mbit())
-    report["rows"] = crowded.measure(team, arguments.plans, arguments.mebibytes, arguments.steps)
-    ranks.printer(world, crowded.table)(report["rows"])
-    team.barrier()
-    team.close()
-    ranks.end_report(world, report, arguments.json)
-    return 0
-
-
-def run_pipelined(arguments: argparse.Namespace) -> int:
-    """Times synchronous and pipelined steps of a model on hosts with a slow link."""
-    world = hosted.world_of(arguments)
-    known = timelines.read(scaling.TIMELINES / "resnet50.json").scaled(arguments.step_ms / 1e3)
-    report = ranks.begin_report(world, "pipelined", hosted.mbit())
-    report["rows"] = pipelined.measure(world, known, arguments.lanes, arguments.steps)
-    report["lanes"] = arguments.lanes
-    ranks.printer(world, pipelined.table)(report["rows"])
-    ranks.end_report(world, report, arguments.json)
-    return 0
-
-
-def run_checkpoint(arguments: argparse.Namespace) -> int:
-    os.environ["KERAS_BACKEND"] = arguments.backend
-    world = hosted.world_of(arguments)
-    import keras_hpc
-
-    keras_hpc.init()
-    report = ranks.begin_report(world, "checkpoint", hosted.mbit())
-    row = {"backend": arguments.backend} | checkpoint.measure(arguments.bytes[0], arguments.saves, arguments.folder)
-    if world.rank == 0:
-        print(checkpoint.table(row), flush=True)
-    report["rows"] = [row]
-    ranks.end_report(world, report, arguments.json)
-    keras_hpc.finalize()
-    return 0
-
-
-def run_local(arguments: argparse.Namespace) -> int:
-    os.environ["KERAS_BACKEND"] = arguments.backend
-    world = hosted.world_of(arguments)
-    report = ranks.begin_report(world, "local", hosted.mbit())
-    report["rows"] = local_steps.measure(
-        arguments.model, arguments.batch_size, arguments.every, arguments.overlap, arguments.steps, arguments.rounds
-    )
-    for row in report["rows"] if world.rank == 0 else ():
-        print(local_steps.table(row), flush=True)
     ranks.end_report(world, report, arguments.json)
     return 0
 
@@ -137,6 +131,141 @@ def run_gradients(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _crowded(commands: Any) -> None:
+    sub = hosted.add_command(
+        commands,
+        "crowded",
+        "time what many ranks on few cores and many plans cost",
+        "Times a step of one small plan, CPU of all ranks, alone and beside idle plans, and how long a "
+        "plan takes to make whose tensors live in the ranks' segment. "
+        f"{hosted.OWN_RANKS}",
+        run_crowded,
+    )
+    sub.add_argument("--lanes", type=int, default=0, metavar="N", help="communication threads (default: 0)")
+    sub.add_argument("--plans", type=int, default=600, metavar="N", help="idle ones (default: 600)")
+    sub.add_argument("--mebibytes", type=int, default=256, metavar="M", help="of each rank's large plan (default: 256)")
+    sub.add_argument("--steps", type=int, default=200, metavar="N", help="of each batch (default: 200)")
+
+
+def run_crowded(arguments: argparse.Namespace) -> int:
+    """Times small steps of many ranks, beside idle plans, and the start of a large plan."""
+    world = hosted.world_of(arguments)
+    team = make_team(world, 0, threads=arguments.lanes, timeout_seconds=300, stall_seconds=60)
+    report = ranks.begin_report(world, "crowded", hosted.mbit())
+    report["rows"] = crowded.measure(team, arguments.plans, arguments.mebibytes, arguments.steps)
+    ranks.printer(world, crowded.table)(report["rows"])
+    team.barrier()
+    team.close()
+    ranks.end_report(world, report, arguments.json)
+    return 0
+
+
+def _pipelined(commands: Any) -> None:
+    sub = hosted.add_command(
+        commands,
+        "pipelined",
+        "time pipelined steps behind a slow link",
+        "Times steps of ResNet50, whose computing is a sleep, without communication, synchronous and "
+        "pipelined. For --hosts with a slow link (needs root and iproute2).",
+        run_pipelined,
+    )
+    sub.add_argument("--step-ms", type=float, default=1000.0, metavar="MS", help="of a step alone (default: 1000)")
+    sub.add_argument("--lanes", type=int, default=1, metavar="N", help="communication threads (default: 1)")
+    sub.add_argument("--steps", type=int, default=8, metavar="N", help="timed, of each way (default: 8)")
+
+
+def run_pipelined(arguments: argparse.Namespace) -> int:
+    """Times synchronous and pipelined steps of a model on hosts with a slow link."""
+    world = hosted.world_of(arguments)
+    known = timelines.read(scaling.TIMELINES / "resnet50.json").scaled(arguments.step_ms / 1e3)
+    report = ranks.begin_report(world, "pipelined", hosted.mbit())
+    report["rows"] = pipelined.measure(world, known, arguments.lanes, arguments.steps)
+    report["lanes"] = arguments.lanes
+    ranks.printer(world, pipelined.table)(report["rows"])
+    ranks.end_report(world, report, arguments.json)
+    return 0
+
+
+def _checkpoint(commands: Any) -> None:
+    sub = hosted.add_command(
+        commands,
+        "checkpoint",
+        "time checkpoints behind training",
+        "Times how long callbacks.Checkpoint makes training wait, beside the old way, in which the first"
+        " rank writes and all wait, and how much steps slow down while it writes. "
+        f"{hosted.OWN_RANKS}",
+        run_checkpoint,
+    )
+    sub.add_argument("--backend", choices=gradients.BACKENDS, default="tensorflow", help="(default: tensorflow)")
+    sub.add_argument("--bytes", type=sizes, default=[2**30], metavar="SIZE", help="weights and optimizer, about")
+    sub.add_argument("--saves", type=int, default=3, metavar="N", help="timed ones of each kind (default: 3)")
+    sub.add_argument("--folder", type=Path, help="on which disk (default: the temporary files')")
+
+
+def run_checkpoint(arguments: argparse.Namespace) -> int:
+    os.environ["KERAS_BACKEND"] = arguments.backend
+    world = hosted.world_of(arguments)
+    import keras_hpc
+
+    keras_hpc.init()
+    report = ranks.begin_report(world, "checkpoint", hosted.mbit())
+    row = {"backend": arguments.backend} | checkpoint.measure(arguments.bytes[0], arguments.saves, arguments.folder)
+    if world.rank == 0:
+        print(checkpoint.table(row), flush=True)
+    report["rows"] = [row]
+    ranks.end_report(world, report, arguments.json)
+    keras_hpc.finalize()
+    return 0
+
+
+def _local(commands: Any) -> None:
+    sub = hosted.add_command(
+        commands,
+        "local",
+        "time steps on a slow network, with local steps",
+        "Trains a network of examples/cnn on noise alone, with gradients averaged at every step, and "
+        "with local steps. "
+        f"{hosted.OWN_RANKS}",
+        run_local,
+    )
+    sub.add_argument("--backend", choices=gradients.BACKENDS, default="torch", help="(default: torch)")
+    sub.add_argument("--model", default="hep_cnn", help="of examples/cnn/networks.py (default: hep_cnn)")
+    sub.add_argument("--batch-size", type=int, default=16, metavar="B", help="of each rank (default: 16)")
+    sub.add_argument("--every", type=numbers, default=[8, 32], metavar="LIST", help="periods (default: 8,32)")
+    sub.add_argument("--overlap", type=int, default=0, metavar="N", help="the longest with so many overlapped, too")
+    sub.add_argument("--steps", type=int, default=32, metavar="N", help="timed ones of each way (default: 32)")
+    sub.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each way (default: 3)")
+
+
+def run_local(arguments: argparse.Namespace) -> int:
+    os.environ["KERAS_BACKEND"] = arguments.backend
+    world = hosted.world_of(arguments)
+    report = ranks.begin_report(world, "local", hosted.mbit())
+    report["rows"] = local_steps.measure(
+        arguments.model, arguments.batch_size, arguments.every, arguments.overlap, arguments.steps, arguments.rounds
+    )
+    for row in report["rows"] if world.rank == 0 else ():
+        print(local_steps.table(row), flush=True)
+    ranks.end_report(world, report, arguments.json)
+    return 0
+
+
+def _timeline(commands: Any) -> None:
+    sub = commands.add_parser(
+        "timeline",
+        help="record when a training step has which gradient",
+        description="Trains a model of keras.applications on noise, traced, and writes when a step has which "
+        "gradient, and how much steps vary: what the simulator needs. Starts its own ranks, or is run by"
+        " a launcher's.",
+    )
+    sub.add_argument("--model", choices=list(timeline.SIZES), required=True)
+    sub.add_argument("--ranks", type=int, metavar="N", help="start so many ranks on this machine (default: 2)")
+    sub.add_argument("--batch-size", type=int, default=8, metavar="B", help="of each rank (default: 8)")
+    sub.add_argument("--steps", type=int, default=14, metavar="N", help="of which two warm up (default: 14)")
+    sub.add_argument("--out", type=Path, required=True, metavar="FILE", help="the timeline")
+    sub.set_defaults(run=run_timeline)
+
+
 def run_timeline(arguments: argparse.Namespace) -> int:
     if not launch.ranks_started():
         return hosted.start_ranks(arguments.ranks or 2, None, 0)
@@ -144,59 +273,15 @@ def run_timeline(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_scaling(arguments: argparse.Namespace) -> int:
-    try:
-        program = simulator.build(arguments.build)
-        known = {name: timelines.read(scaling.TIMELINES / f"{name}.json") for name in scaling.MODELS}
-        begin = time.monotonic()
-        rows = scaling.run(program, scaling.CASES, known, arguments.jobs)
-    except (simulator.SimulatorError, timelines.TimelineError) as error:
-        sys.exit(str(error))
-    report = {
-        "kind": "scaling",
-        "machine": machine.describe(),
-        "seconds": round(time.monotonic() - begin),
-        "simgrid": simulator.version(),
-        "assumptions": scaling.ASSUMPTIONS,
-        "platforms": {name: dataclasses.asdict(platform) for name, platform in simulator.PLATFORMS.items()},
-        "rows": rows,
-    }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    if arguments.plot:
-        known_errors = json.loads(_VALIDATION.read_text())["rows"]
-        scaling.plot(rows, arguments.plot, validation.summary(known_errors))
-    return 0
-
-
-def run_validation(arguments: argparse.Namespace) -> int:
-    known = timelines.read(scaling.TIMELINES / "resnet50.json")
-    if launch.ranks_started():  # one of those that are started below
-        world = launch.connect(None)
-        mbit = int(os.environ.get(hosted.MBIT, 0))
-        report = ranks.begin_report(world, "validation", hosted.mbit())
-        report["rows"] = validation.measure(world, known, validation.computing(mbit), arguments.repeats)
-        ranks.end_report(world, report, arguments.json)
-        return 0
-    rows: list[dict[str, Any]] = []
-    try:
-        program = simulator.build(arguments.build)
-        with tempfile.TemporaryDirectory() as folder:
-            for hosts, mbit in itertools.product(arguments.hosts, arguments.mbit):
-                file = Path(folder) / "measured.json"
-                options = ["validation", "--repeats", str(arguments.repeats), "--json", str(file)]
-                if (status := hosted.start_ranks(1, hosts, mbit, options)) != 0:
-                    return status
-                report = json.loads(file.read_text())
-                rows += validation.add_simulated(program, report["rows"], hosts, mbit, known, Path(folder))
-                print(page.validation_table(rows), flush=True)
-    except simulator.SimulatorError as error:
-        sys.exit(str(error))
-    if arguments.json:
-        report |= {"rows": rows, "ranks": max(arguments.hosts), "nodes": max(arguments.hosts)}
-        report.pop("mbit", None)
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 0
+def _page(commands: Any) -> None:
+    sub = commands.add_parser(
+        "page",
+        help="make a Markdown page of reports",
+        description="Makes a Markdown page of reports that `--json` wrote.",
+    )
+    sub.add_argument("reports", type=Path, nargs="+", metavar="REPORT", help="JSON files")
+    sub.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page")
+    sub.set_defaults(run=run_page)
 
 
 def run_page(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,8 @@ from benchmarks import scaling, validation
 # What a training step spends its time on, as DeepEx names it. Hidden communication takes no time of the step.
 PARTS = {
     "input": "input",
-    "compute": "forward and backward",
+    "forward": "forward",
+    "backward": "backward",
     "exposed": "communication, exposed",
     "update": "update",
     "hidden": "communication, hidden",
@@ -19,30 +20,45 @@ PARTS = {
 _INTRODUCTION = """\
 # Performance
 
-Made by `make bench`. Allreduce: `python -m benchmarks allreduce`, a sum of float32 over all ranks, each rank on a
-core of its own where there are enough, in turns with the MPI library's `MPI_Allreduce` (its default settings) in the
-same process, data rewritten before every operation. Times are microseconds, 20th percentile (median in brackets), of
-the slowest rank.
-*private*: an array of the process. *segment*: one made by `keras_hpc.empty`. *fusion*: 32 tensors, as in a
-training step; MPI packs, reduces and unpacks them. *floor*: `b = a += b` in place for half of the elements,
-the memory that an allreduce of two ranks cannot avoid to move. Below 8 MiB its arrays stay in one core's
-caches, and it is no bound for arrays that travel between cores. With hosts made by `--hosts`, which share the cores of
-this machine and are joined by links of the given bandwidth, the floor is what each of n hosts must send, 2 (n - 1) / n
-of the float32 bytes; what fits into a link's burst of 256 KiB goes faster.
+`make bench` writes this page from what the commands below have measured. Each section names its machine and versions.
 
-Overlap: `python -m benchmarks overlap`, a step that computes in pieces and starts the reduction of a tensor after
-each. Medians of the slowest rank; *hidden* is the share of the reduction's time that the step does not take longer.
-Gradients: the same with `--backend`, a step that computes many small gradients, with and without their reduction, in
-turns: what one costs on its way from the framework to the engine and back, with what the engine takes.
+**Allreduce** (`python -m benchmarks allreduce`): a sum of float32 over all ranks.
 
-Training: `python -m examples.cnn.benchmark`, `fit` on synthetic data, one core and one thread for each rank, in turns
-with plain Keras on one rank. Medians of the slowest rank; efficiency is plain Keras' step over this one. On JAX and
-PyTorch it may exceed 1, as `init()` also lets glibc keep freed memory: what is due to that, one rank alone shows.
-Peers: `make bench-peers`, or `python -m benchmarks.peers.compare` with some contenders, the same step with other ways
-to train on two ranks, in turns, each against its own step on one rank; *exposed* is what the second rank adds to the
-step. *apart* are two ranks that have nothing to do with each other: what such a machine leaves to those that have.
-Scaling: `make simulate`, the engine on *simulated* nodes, and how near that comes where the engine can be measured, by
-`python -m benchmarks validation`: see [simulation.md](simulation.md).
+- Each rank has a core of its own where there are enough.
+- The engine and the MPI library's `MPI_Allreduce` (its default settings) run in turns in the same process. Data are
+  rewritten before every operation.
+- Times are microseconds of the slowest rank: the 20th percentile, with the median in brackets.
+- *private*: an array of the process.
+- *segment*: an array made by `keras_hpc.empty`.
+- *fusion*: 32 tensors, as in a training step. MPI packs, reduces and unpacks them.
+- *floor*: the time of `b = a += b` in place for half of the elements. An allreduce of two ranks cannot avoid moving
+  that memory. Below 8 MiB its arrays stay in one core's caches, so it is no bound for arrays that travel between cores.
+- `--hosts` makes hosts that share the cores of this machine. Links of the given bandwidth join them. There the floor is
+  what each of n hosts must send: 2 (n - 1) / n of the float32 bytes. What fits into a link's burst of 256 KiB goes
+  faster.
+
+**Overlap** (`python -m benchmarks overlap`): a step that computes in pieces, and starts the reduction of a tensor after
+each piece. Medians of the slowest rank. *hidden* is the share of the reduction's time that does not make the step
+longer.
+
+**Gradients** (the same with `--backend`): a step that computes many small gradients, with and without their reduction,
+in turns. It shows what one gradient costs on its way from the framework to the engine and back. The engine's own time
+is included.
+
+**Training** (`python -m examples.cnn.benchmark`): `fit` on synthetic data, in turns with plain Keras on one rank. Each
+rank has one core and one thread. Medians of the slowest rank. Efficiency is plain Keras' step divided by this one. On
+JAX and PyTorch it may exceed 1, because `init()` also lets glibc keep freed memory. The row of one rank alone shows how
+much is due to that.
+
+**Peers** (`make bench-peers`, or `python -m benchmarks.peers.compare` with some contenders): the same step with other
+ways to train on two ranks, in turns, each against its own step on one rank.
+
+- *exposed* is the time that the second rank adds to the step.
+- *apart* are two ranks that have nothing to do with each other. They show what such a machine leaves to two ranks that
+  do communicate.
+
+**Scaling** (`make simulate`): the engine on *simulated* nodes. `python -m benchmarks validation` shows how near the
+simulator comes where the engine can be measured. See [simulation.md](simulation.md).
 """
 
 
@@ -118,9 +134,13 @@ def _training(report: dict[str, Any]) -> str:
         ["runs", "ms a step", "lowest - highest", "samples/s", "efficiency"], map(step, report["scaling"]), {"runs"}
     )
     means = [row for row in report["profile"] if row["rank"] == "mean"]
+    labels = PARTS
+    if "compute" in means[0]:  # reports from before forward was timed alone
+        labels = {"input": PARTS["input"], "compute": "forward and backward", **PARTS}
+        labels = {name: label for name, label in labels.items() if name in means[0]}
     parts = _table(
-        ["runs", *(f"{label}, ms" for label in PARTS.values())],
-        [[row["runs"], *(f"{row[name]:.2f}" for name in PARTS)] for row in means],
+        ["runs", *(f"{label}, ms" for label in labels.values())],
+        [[row["runs"], *(f"{row[name]:.2f}" for name in labels)] for row in means],
         {"runs"},
     )
     checks = "\n".join(f"`check_replicas` on {name}: {ms:.1f} ms." for name, ms in report["check_replicas_ms"].items())

@@ -93,6 +93,7 @@ def main():
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--limit-mib", type=int)
     parser.add_argument("--keep-memory", action="store_true", help="from step to step, which is faster")
+    parser.add_argument("--trace", metavar="FILE", help="for Perfetto, of when which exchange took how long")
     parser.add_argument("--gspmd", type=int, metavar="DEVICES", help="instead of --parts, on JAX")
     arguments = parser.parse_args()
     if arguments.gspmd:
@@ -103,7 +104,7 @@ def main():
     import keras_hpc
 
     if not arguments.gspmd:
-        keras_hpc.init(spatial=arguments.parts, keep_memory=arguments.keep_memory)
+        keras_hpc.init(spatial=arguments.parts, keep_memory=arguments.keep_memory, trace=arguments.trace)
     model = network(arguments.size)
     part = keras_hpc.part if keras_hpc.is_initialized() else lambda extent, axis=0: (0, extent)
     rows = slice(*part(arguments.size)), slice(*part(arguments.size, axis=1))

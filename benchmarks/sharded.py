@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sharding an optimizer costs and saves: steps of a dense network with Adam, whole and sharded, in turns.
+"""What sharding an optimizer costs and saves: steps of a dense network, whole and sharded, in turns.
 
 `mpiexec -n 2 python -m benchmarks.sharded --backend torch` prints medians of the slowest rank, and bytes of each rank.
 """
@@ -20,10 +20,11 @@ _BATCH = 32
 _LAYERS = 4
 
 
-def measure(parameters: int, steps: int, rounds: int) -> dict[str, Any]:
+def measure(optimizer: str, parameters: int, steps: int, rounds: int) -> dict[str, Any]:
     """Trains a network whole and sharded, in turns, each in a job of its own. Collective.
 
     Args:
+        optimizer: its name.
         parameters: of the network, about.
         steps: timed ones of each turn; three come before.
         rounds: turns of each.
@@ -37,7 +38,7 @@ def measure(parameters: int, steps: int, rounds: int) -> dict[str, Any]:
     count = 0
     for turn in range(2 * rounds):
         shard = turn % 4 in (1, 2)  # whole, sharded, sharded, whole
-        taken, kept[shard], count = _train(shard, parameters, steps)
+        taken, kept[shard], count = _train(shard, optimizer, parameters, steps)
         times[shard].extend(taken)
     whole, sharded = (1e3 * statistics.median(times[shard]) for shard in (False, True))
     return {
@@ -47,11 +48,11 @@ def measure(parameters: int, steps: int, rounds: int) -> dict[str, Any]:
         "ratio": round(sharded / whole, 3),
         "whole_bytes": kept[False],
         "sharded_bytes": kept[True],
-        "kept": round(kept[True] / kept[False], 4),
+        "kept": round(kept[True] / max(kept[False], 1), 4),
     }
 
 
-def _train(shard: bool, parameters: int, steps: int) -> tuple[list[float], int, int]:
+def _train(shard: bool, optimizer: str, parameters: int, steps: int) -> tuple[list[float], int, int]:
     import keras
 
     import keras_hpc
@@ -61,7 +62,7 @@ def _train(shard: bool, parameters: int, steps: int) -> tuple[list[float], int, 
     width = round((parameters / _LAYERS) ** 0.5)
     layers = [keras.layers.Dense(width, activation="relu") for _ in range(_LAYERS)]
     model = keras.Sequential([keras.Input((width,)), *layers, keras.layers.Dense(1)])
-    model.compile("adam", "mse")
+    model.compile(optimizer, "mse")
     x, y = np.random.default_rng(keras_hpc.rank()).normal(size=(_BATCH, width)), np.zeros(_BATCH)
     for _ in range(3):
         model.train_on_batch(x, y)
@@ -82,12 +83,14 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", choices=("tensorflow", "jax", "torch"), default="torch", help="(default: torch)")
+    parser.add_argument("--optimizer", default="adam", help="its name (default: adam)")
     parser.add_argument("--parameters", type=int, default=50_000_000, metavar="N", help="(default: 50,000,000)")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed ones of a turn (default: 10)")
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="turns of each kind (default: 2)")
     arguments = parser.parse_args()
     os.environ["KERAS_BACKEND"] = arguments.backend
-    row = {"backend": arguments.backend} | measure(arguments.parameters, arguments.steps, arguments.rounds)
+    row: dict[str, Any] = {"backend": arguments.backend, "optimizer": arguments.optimizer}
+    row |= measure(arguments.optimizer, arguments.parameters, arguments.steps, arguments.rounds)
     from mpi4py import MPI
 
     if MPI.COMM_WORLD.rank == 0:

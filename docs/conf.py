@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of the documentation site: `make docs`."""
 
+import argparse
+import atexit
+import os
 import re
+import shutil
+import tempfile
 from pathlib import Path
 
 import keras_hpc
@@ -18,8 +23,21 @@ html_theme = "furo"
 html_title = f"keras_hpc {release}"
 default_role = "code"
 
-# Pages say what was run and when; the site runs nothing. Tests run the blocks: tests/test_readme.py.
-nb_execution_mode = "off"
+# Notebooks are run whenever the site is built, with little data: pages say what was run at length, and when. Tests run
+# the blocks of pages: tests/test_readme.py.
+nb_execution_mode = "off" if os.environ.get("DOCS_WITHOUT_NOTEBOOKS") else "force"
+nb_execution_timeout = 300  # seconds, of a cell
+nb_execution_raise_on_error = True
+nb_execution_show_tb = True
+nb_output_stderr = "remove"
+nb_merge_streams = True
+_results = tempfile.mkdtemp(prefix="keras_hpc-docs-")
+atexit.register(shutil.rmtree, _results, ignore_errors=True)
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+for _name in ("GAN3D_OUT", "SCALING_RESULTS"):
+    os.environ[_name] = _results
+for _name, _value in {"GAN3D_EVENTS": "2000", "GAN3D_EPOCHS": "2", "GAN3D_STEPS": "20"}.items():
+    os.environ.setdefault(_name, _value)
 myst_heading_anchors = 4
 # Pages link to files of the repository, which the site does not hold. tests/test_pages.py looks whether they are there.
 suppress_warnings = ["myst.xref_missing"]
@@ -51,7 +69,11 @@ def _write_help(app):
     (commands,) = [action for action in parser._actions if hasattr(action, "choices") and action.dest == "command"]
     pages = ["# Commands", "", "`keras-hpc COMMAND` and `python -m keras_hpc COMMAND` are the same.", ""]
     for name, command in commands.choices.items():
-        pages += [f"## {name}", "", "```text", command.format_help().rstrip(), "```", ""]
+        systems = [action for action in command._actions if isinstance(action, argparse._SubParsersAction)]
+        shown = [command, *(action.choices["slurm"] for action in systems)]  # of `template`, one of many
+        pages += [f"## {name}", ""]
+        for parser in shown:
+            pages += ["```text", parser.format_help().rstrip(), "```", ""]
     page = Path(app.srcdir) / "reference" / "commands.md"
     text = "\n".join(pages)
     if not page.exists() or page.read_text() != text:

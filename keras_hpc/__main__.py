@@ -2,6 +2,7 @@
 """`keras-hpc`, or `python -m keras_hpc`: tools beside the library."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -27,7 +28,12 @@ def main() -> int:
     """Run the subcommand that the command line names, and return the exit status."""
     as_module = Path(sys.argv[0]).name == "__main__.py"
     arguments = make_parser("python -m keras_hpc" if as_module else "keras-hpc").parse_args()
-    status: int = arguments.run(arguments)
+    try:
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return status
 
 

@@ -37,8 +37,8 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     On another number of ranks, training goes on after as many samples, rounded down to whole steps, and says what
     changed. SIGTERM and SIGUSR1 make all ranks save and exit with status 0; a file `interrupted` in the folder then
-    tells the job script to start again (docs/clusters.md). A handler of your own for them stays. Each `fit` needs a
-    path of its own; one that has ended does not train again unless `epochs` grows.
+    tells the job script to start again (docs/howto/checkpoints.md). A handler of your own for them stays. Each `fit`
+    needs a path of its own; one that has ended does not train again unless `epochs` grows.
 
     In a loop of your own it is no callback: call `save` and `restore`.
 

@@ -34,6 +34,11 @@ class WarmupPolynomial(keras.optimizers.schedules.LearningRateSchedule):  # type
 
     Raises:
         ValueError: unless 0 <= warmup_steps < total_steps, and rates and power are not negative.
+
+    Example:
+    >>> schedule = WarmupPolynomial(1.0, total_steps=100, warmup_steps=20)
+    >>> [round(float(schedule(step)), 3) for step in (0, 10, 20, 60, 100, 200)]
+    [0.0, 0.5, 1.0, 0.251, 0.001, 0.001]
     """
 
     def __init__(
@@ -93,6 +98,11 @@ def linear_scaling(learning_rate: float, factor: float | None = None) -> float:
     Args:
         learning_rate: that works for one rank.
         factor: None: `keras_hpc.group_count()`, and 1 before `init()`.
+
+    Example, on two ranks:
+
+    >>> linear_scaling(0.01), linear_scaling(0.01, factor=16)
+    (0.02, 0.16)
     """
     return learning_rate * _factor(factor)
 
@@ -103,6 +113,10 @@ def square_root_scaling(learning_rate: float, factor: float | None = None) -> fl
     Args:
         learning_rate: that works for one rank.
         factor: None: `keras_hpc.group_count()`, and 1 before `init()`.
+
+    Example:
+    >>> square_root_scaling(0.01, factor=16)
+    0.04
     """
     return learning_rate * math.sqrt(_factor(factor))
 

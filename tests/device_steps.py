@@ -18,6 +18,7 @@ def fresh_driver():
     found.fake_reset(2, 200)
     yield found
     assert found.fake_left() == 0
+    assert found.fake_faults() == 0
 
 
 class Step:
@@ -27,8 +28,11 @@ class Step:
         self.specs = [(f"t{i}", dtype, n) for i, (n, dtype) in enumerate(zip(COUNTS, DTYPES, strict=True))]
         self.plan = team.plan("on device", self.specs, "mean", weighted, wire, True, pipelined)
         self.plan.open_device(0)
+        self.begin([Tensor(array) for array in data_of(rank, COUNTS, DTYPES)], rank)
+
+    def begin(self, tensors, rank):
         self.stream = Stream()
-        self.tensors = [Tensor(array) for array in data_of(rank, COUNTS, DTYPES)]
+        self.tensors = tensors
         self.random = random.Random(rank)
         self.is_over = False
 

@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 
 _SOURCES = Path(__file__).parent / "native"
-# Kinds of order that device plans keep. Without one of them some result must be wrong.
-ORDERS = ["out waits for ready", "out waits for back", "caller waits for back", "queries"]
 
 
 def build(folder: Path, without: str = "") -> Path:
@@ -27,6 +25,22 @@ def build_for_tensorflow(folder: Path) -> Path:
     assert found.submodule_search_locations is not None
     headers = f"{found.submodule_search_locations[0]}/include"
     return _compile(["fake_tensorflow_gpu"], folder / "fake_tensorflow_gpu.so", "-isystem", headers)
+
+
+def build_nccl(folder: Path) -> Path:
+    """Compile libnccl.so.2 into a folder, for processes that have loaded the fake driver."""
+    return _compile(["fake_nccl"], folder / "libnccl.so.2", "-Wl,-soname,libnccl.so.2", "-lrt")
+
+
+@functools.cache
+def nccl() -> ctypes.CDLL:
+    """Load it into this process: the engine, which asks for a library of that name, then gets this one."""
+    driver()
+    with tempfile.TemporaryDirectory() as folder:
+        fake = ctypes.CDLL(str(build_nccl(Path(folder))))
+    fake.fake_nccl_fail.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    fake.fake_nccl_calls.argtypes = [ctypes.c_char_p]
+    return fake
 
 
 def _compile(names: list[str], library: Path, *options: str) -> Path:
@@ -46,11 +60,15 @@ def driver() -> ctypes.CDLL:
     fake.fake_allocate.argtypes = [ctypes.c_size_t, ctypes.c_int]
     fake.fake_free.argtypes = [ctypes.c_uint64]
     fake.fake_hang.argtypes = [ctypes.c_void_p, ctypes.c_int]
-    fake.fake_destroy_stream.argtypes = [ctypes.c_void_p]
+    fake.fake_destroy_stream.argtypes = fake.fake_finish.argtypes = [ctypes.c_void_p]
     fake.fake_write.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t]
     fake.fake_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t]
     fake.fake_fail.argtypes = [ctypes.c_char_p, ctypes.c_int]
-    fake.fake_drop.argtypes = fake.fake_calls.argtypes = [ctypes.c_char_p]
+    fake.fake_peek.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t]
+    fake.fake_copy.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t]
+    fake.fake_take_time.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    fake.fake_sites.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+    fake.fake_ignore.argtypes = fake.fake_calls.argtypes = [ctypes.c_char_p]
     return fake
 
 
@@ -59,6 +77,10 @@ class Stream:
 
     def __init__(self) -> None:
         self.handle = driver().fake_stream()
+
+    def take_time(self, milliseconds: int) -> None:
+        """Queue a kernel that does nothing for a while."""
+        driver().fake_take_time(self.handle, milliseconds)
 
     def close(self) -> None:
         """Do what it was given, and end."""
@@ -81,6 +103,16 @@ class Tensor:
         array = np.empty(self.size, self.dtype)
         driver().fake_read(stream.handle, array.ctypes.data, self.address, self.nbytes)
         return array
+
+    def peek(self) -> np.ndarray:
+        """Return its values as they are, whatever streams have still to do."""
+        array = np.empty(self.size, self.dtype)
+        driver().fake_peek(array.ctypes.data, self.address, self.nbytes)
+        return array
+
+    def copy_to(self, stream: Stream, other: "Tensor") -> None:
+        """Queue a kernel that reads it."""
+        driver().fake_copy(stream.handle, other.address, self.address, self.nbytes)
 
     def free(self) -> None:
         """Give the memory back."""

@@ -3,9 +3,11 @@
 import concurrent.futures
 import contextlib
 import threading
+import time
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 from keras_hpc import _native
 
@@ -38,6 +40,7 @@ EPSILON = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6, "float64": 1e-14,
 
 ALGORITHMS = ["recursive_doubling", "rabenseifner", "ring", "pairwise", "radix_k"]
 EVERY_SIZE = 2**62
+SOON = 5.0  # seconds in which ranks learn of each other's errors: a grace of two, and time to look
 
 
 def run(nodes, work, threads=1, timeout=20.0, measured=False):
@@ -61,6 +64,38 @@ def run(nodes, work, threads=1, timeout=20.0, measured=False):
     with concurrent.futures.ThreadPoolExecutor(len(nodes)) as pool:
         futures = [pool.submit(rank_main, rank) for rank in range(len(nodes))]
         return [future.result(60) for future in futures]
+
+
+def run_with_limits(nodes, work, threads, limit_of):
+    """As in_process.run, with a time limit for each rank."""
+    transports = _native.in_process_transports(nodes)
+    errors = []
+
+    def rank_main(rank):
+        try:
+            team = _native.Team(transports[rank], 0, threads, limit_of(rank), 60.0)
+            team.add_choice("network", 0, 2**62, "pairwise")
+            with contextlib.closing(team):
+                work(team, rank)
+        except BaseException as error:  # noqa: BLE001 - raised by the test's own thread
+            errors.append(error)
+
+    ranks = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(len(nodes))]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+def caught(work):
+    """Returns the error of the engine that `work` raises, and after how many seconds."""
+    begin = time.monotonic()
+    with pytest.raises(_native.Error) as info:
+        work()
+    return str(info.value), time.monotonic() - begin
 
 
 def as_bytes(array):

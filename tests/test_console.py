@@ -1,6 +1,7 @@
 """The command `keras-hpc`, which is `python -m keras_hpc`, and what it trains by itself."""
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -42,6 +43,19 @@ def test_every_command_explains_itself(command):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: keras-hpc {command} ")
     assert "--help" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words", [("template", "slurm"), ("migrate", ROOT / "tests" / "migrate" / "fit_tensorflow.py")]
+)
+def test_output_that_nobody_reads_to_its_end_is_no_error(words):
+    """As with `| head`: the pipe is closed already when the command writes."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [CONSOLE, *map(str, words)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False, cwd=ROOT)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_version():

@@ -138,11 +138,12 @@ def test_a_gpu_that_hangs_is_an_error_in_time(where, fake):
     assert any(said in text for text in texts), texts
 
 
-@pytest.mark.parametrize("call", ["cuMemHostRegister", "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuEventQuery"])
+@pytest.mark.parametrize("call", ["cuMemHostRegister", *(call for call in CALLS if call != "cuStreamWaitEvent")])
 def test_a_call_of_its_own_that_fails(call, fake):
     def work(team, rank):
         stream, tensor = Stream(), Tensor(np.zeros(100, np.float32))
         tensor.write(stream, np.full(100, rank, np.float32))
+        stream.take_time(20)  # so the copies are under way when there is the error, and the team's memory ends
         if rank == 0:
             with pytest.raises(_native.Error, match="What is to be reduced is not in a GPU's memory"):
                 _native.allreduce_on(team, 0, 64, "float32", "sum", "x", [100], stream.handle)
@@ -166,6 +167,33 @@ def test_a_call_of_its_own_that_fails(call, fake):
     else:
         assert sorted(text == f"The GPU's driver: {call} failed with CUDA_ERROR_UNKNOWN." for text in texts) == [0, 1]
         assert all(texts)
+
+
+@pytest.mark.soak
+def test_memory_of_copies_that_never_end_is_not_given_back(fake):
+    """Neither of a plan nor of a call: a GPU that goes on after all writes to it."""
+
+    def work(team, rank):
+        plan = team.plan("x", [("x", "float32", 100)], "mean", False, in_segment=True)
+        plan.open_device(0)
+        stream, tensor = Stream(), Tensor(np.zeros(100, np.float32))
+        fake.fake_hang(stream.handle, 1)
+        begin = time.monotonic()
+        with pytest.raises(_native.TimeoutError, match="has not copied what is to be reduced"):
+            team_allreduce(team, tensor, "sum", stream)
+        plan.start_on(0, tensor.address, tensor.nbytes, 1.0, stream.handle)
+        with pytest.raises(_native.Error):
+            plan.wait_on(stream.handle)
+        team.close()
+        assert time.monotonic() - begin < 20
+        fake.fake_hang(None, 0)
+        stream.close()
+        tensor.free()
+
+    run([0, 0], work, timeout=1.0)
+    assert fake.fake_faults() == 0
+    assert fake.fake_left() > 0
+    fake.fake_forget()
 
 
 def test_closing_ends_a_wait(fake):

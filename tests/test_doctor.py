@@ -34,7 +34,7 @@ def test_doctor(ranks, backend, run_ranks, tmp_path):
         assert word in text, text
     assert re.search(r"^  MPI network +ucx, the first of what this MPICH has: ucx, ofi$", text, re.M), text
     assert text.count("installation\n") == 1, "only rank 0 reports"
-    assert len(re.findall(r"^  \d +\d +\d +\S+  [\d,-]+$", text, re.M)) == ranks, text
+    assert len(re.findall(r"^  \d +\d +\d +\S+ +[\d,-]+$", text, re.M)) == ranks, text
     copies = float(re.search(r"\(([\d.]+) copies of the gradients", text)[1])
     assert copies <= 1
     assert copies == pytest.approx((ranks - 1) / ranks, abs=0.05)

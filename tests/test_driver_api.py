@@ -12,7 +12,7 @@ from launch import ROOT
 HEAD = """
 #include <%s>
 #include <type_traits>
-#include "device/api.hpp"
+#include "device/nccl_api.hpp"
 using namespace keras_hpc::device;
 
 // What binary interfaces see: pointers are pointers, enumerations are int.
@@ -21,8 +21,8 @@ struct Seen {
   using type = std::conditional_t<std::is_pointer_v<T>, void*, std::conditional_t<std::is_enum_v<T>, int, T>>;
 };
 template <>
-struct Seen<CUuuid> {
-  using type = Uuid;
+struct Seen<%s> {
+  using type = %s;
 };
 template <class Function>
 struct Signature;
@@ -40,7 +40,7 @@ constexpr bool equal(const char* a, const char* b) {
 }
 """
 VALUES = """
-static_assert(kNotReady == CUDA_ERROR_NOT_READY && CUDA_SUCCESS == 0);
+static_assert(kNotReady == CUDA_ERROR_NOT_READY && kInvalidValue == CUDA_ERROR_INVALID_VALUE && CUDA_SUCCESS == 0);
 static_assert(kNonBlockingStream == CU_STREAM_NON_BLOCKING && kNoTiming == CU_EVENT_DISABLE_TIMING);
 static_assert(kPortable == CU_MEMHOSTREGISTER_PORTABLE);
 static_assert(kMemoryType == CU_POINTER_ATTRIBUTE_MEMORY_TYPE && kDeviceMemory == CU_MEMORYTYPE_DEVICE);
@@ -64,15 +64,19 @@ def _header(name: str, *packages: str) -> Path:
 
 def _declared(table: Path) -> list[tuple[str, str]]:
     """The symbol and type of each function of a table of ours."""
-    rows = re.findall(r'X\(\w+, "(\w+)",\s+(.*?)\)\s*(?:\\|\n\n)', table.read_text())
-    assert len(rows) > 10
+    text = re.sub(r"\s*\\\n\s*", " ", table.read_text())
+    rows = re.findall(r'X\(\w+, "(\w+)",\s+(.*?\))\)(?= X|\n)', text)
+    assert len(rows) >= 10
     return rows
 
 
-def _check(folder: Path, header: Path, checks: list[str]) -> subprocess.CompletedProcess[str]:
+def _check(
+    folder: Path, header: Path, checks: list[str], theirs: str = "CUuuid", ours: str = "Uuid", more: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     file = folder / "check.cpp"
-    file.write_text(HEAD % header + "\n".join(checks))
-    command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{ROOT}/native", "-isystem", str(header.parent), str(file)]
+    file.write_text(HEAD % (header, theirs, ours) + "\n".join(checks))
+    system = [part for path in (header.parent, more) if path is not None for part in ("-isystem", str(path))]
+    command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{ROOT}/native", *system, str(file)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
@@ -92,3 +96,21 @@ def test_the_driver(tmp_path):
     done = _check(tmp_path, header, [*checks, wrong, old])
     assert "wrong type" in done.stderr
     assert "old symbol" in done.stderr
+
+
+NCCL_VALUES = """
+static_assert(ncclSuccess == 0 && kNcclInProgress == ncclInProgress && kNcclSum == ncclSum);
+static_assert(kNcclInt32 == ncclInt32 && kNcclInt64 == ncclInt64 && kNcclFloat16 == ncclFloat16);
+static_assert(kNcclFloat32 == ncclFloat32 && kNcclFloat64 == ncclFloat64 && kNcclBfloat16 == ncclBfloat16);
+static_assert(kNcclScalarOnHost == ncclScalarHostImmediate && sizeof(NcclId) == sizeof(ncclUniqueId));
+"""
+
+
+def test_nccl(tmp_path):
+    header, runtime = _header("nccl.h", "nccl"), _header("cuda_runtime.h", "cuda_runtime", "cu13").parent
+    rows = _declared(ROOT / "native" / "device" / "nccl_api.hpp")
+    checks = [NCCL_VALUES, *(f'static_assert(same<decltype({symbol}), {kind}>, "{symbol}");' for symbol, kind in rows)]
+    done = _check(tmp_path, header, checks, "ncclUniqueId", "NcclId", runtime)
+    assert done.returncode == 0, done.stderr
+    wrong = 'static_assert(same<decltype(ncclCommAbort), Result(int)>, "wrong type");'
+    assert "wrong type" in _check(tmp_path, header, [*checks, wrong], "ncclUniqueId", "NcclId", runtime).stderr

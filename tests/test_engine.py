@@ -1,5 +1,6 @@
 """The engine with ranks as threads: every algorithm, 1 to 16 ranks, any shape of nodes, against NumPy in float64."""
 
+import json
 import threading
 
 import numpy as np
@@ -320,7 +321,7 @@ def test_trace_records_starts_reductions_and_waits():
         run([0, 0], lambda team, rank: reduce_plan(team, [np.ones(5, np.float32)], ["float32"], "sum", False, 1.0))
     finally:
         _native.set_tracing(False)
-    events = _native.take_trace()
+    events = json.loads(_native.take_trace())
     assert [kind for _, kind, *_ in events].count("start") == 2
     assert {kind for _, kind, *_ in events} == {"start", "reduce", "wait"}
     assert all(begin <= end for *_, begin, end in events)

@@ -10,19 +10,9 @@ import time
 
 import numpy as np
 import pytest
-from in_process import as_bytes, run
+from in_process import SOON, as_bytes, caught, run, run_with_limits
 
 from keras_hpc import _native
-
-SOON = 5.0  # seconds in which ranks learn of each other's errors: a grace of two, and time to look
-
-
-def caught(work):
-    """Returns the error of the engine that `work` raises, and after how many seconds."""
-    begin = time.monotonic()
-    with pytest.raises(_native.Error) as info:
-        work()
-    return str(info.value), time.monotonic() - begin
 
 
 @pytest.mark.parametrize("in_segment", [False, True])
@@ -57,30 +47,6 @@ def test_after_an_error_the_memory_is_the_callers_again(nodes, threads, in_segme
         everyone.wait(30)
 
     run_with_limits(nodes, work, threads, lambda rank: 0.3 if rank == 0 else 0.8)
-
-
-def run_with_limits(nodes, work, threads, limit_of):
-    """As in_process.run, with a time limit for each rank."""
-    transports = _native.in_process_transports(nodes)
-    errors = []
-
-    def rank_main(rank):
-        try:
-            team = _native.Team(transports[rank], 0, threads, limit_of(rank), 60.0)
-            team.add_choice("network", 0, 2**62, "pairwise")
-            with contextlib.closing(team):
-                work(team, rank)
-        except BaseException as error:  # noqa: BLE001 - raised by the test's own thread
-            errors.append(error)
-
-    ranks = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(len(nodes))]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join(60)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 0], [0, 0, 1], [0, 0, 0, 1, 1]], ids=str)

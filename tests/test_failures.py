@@ -8,20 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from endings import END_SECONDS, check_end
 
 pytestmark = pytest.mark.mpi
 
 RANKS = Path(__file__).parent / "ranks"
-END_SECONDS = 20  # in which a job must end once a rank has failed
-
-
-def _check_end(done):
-    failed_at = float(re.search(r"FAILS AT ([\d.]+)", done.output)[1])
-    assert done.ended_at - failed_at < END_SECONDS
-    assert "trained to the end" not in done.output
-    mapped = re.findall("^MAPS (.+)$", done.output, re.MULTILINE)
-    assert mapped, "MPICH shares memory through a file"
-    assert not [name for name in mapped if Path("/dev/shm", name).exists()]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +44,16 @@ def test_one_rank_ends_the_job(how, visible, run_ranks):
     done = run_ranks(ranks, [RANKS / "fail_training.py", how], backend="jax", expect_failure=True)
     for pattern in visible:
         assert re.search(pattern, done.output), done.output
-    _check_end(done)
+    check_end(done)
+
+
+@pytest.mark.parametrize("how", ["in-update", "in-local-step"])
+def test_one_rank_that_fails_in_its_update_ends_the_job(how, run_ranks):
+    """Others wait for its weights: a sharded optimizer's in the same step, those of local steps at the period's end."""
+    done = run_ranks(2, [RANKS / "fail_training.py", how], backend="torch", expect_failure=True)
+    assert "RuntimeError: boom on the last rank" in done.output
+    assert "in update_step" in done.output
+    check_end(done)
 
 
 @pytest.mark.parametrize("how", ["kill", "stop-calling"])
@@ -63,20 +63,32 @@ def test_a_rank_that_fails_in_the_middle_of_a_call_ends_the_job(how, nodes, run_
     done = run_ranks(2, [RANKS / "fail_calls.py", how], backend="jax", env=env, expect_failure=True)
     if how == "stop-calling":
         assert re.search("Timeout.*Waited 4 s in allreduce", done.output), done.output
-    _check_end(done)
+    check_end(done)
 
 
-@pytest.mark.parametrize("how", ["kill", "raise", "sleep"])
-def test_a_rank_that_does_not_come_to_an_exchange_ends_the_job(how, run_ranks):
-    done = run_ranks(2, [RANKS / "fail_spatial.py", how], backend="torch", expect_failure=True)
+@pytest.mark.parametrize(
+    ("backend", "how", "where"),
+    [
+        *(("torch", how, "forward") for how in ("kill", "raise")),
+        ("torch", "sleep", "backward"),
+        *(
+            pytest.param(backend, how, where, marks=pytest.mark.soak)
+            for backend in ("tensorflow", "jax")
+            for how, where in (("kill", "backward"), ("raise", "backward"), ("sleep", "backward"), ("sleep", "forward"))
+        ),
+        *(pytest.param("torch", how, "backward", marks=pytest.mark.soak) for how in ("kill", "raise")),
+    ],
+)
+def test_a_rank_that_does_not_come_to_an_exchange_ends_the_job(backend, how, where, run_ranks):
+    done = run_ranks(2, [RANKS / "fail_spatial.py", how, where], backend=backend, expect_failure=True)
     failed_at = float(re.search(r"FAILS AT ([\d.]+)", done.output)[1])
     assert done.ended_at - failed_at < END_SECONDS
     assert "trained to the end" not in done.output
     if how == "sleep":
-        place = r"exchange model\d+/third/1 axis 1 forward"
+        place = rf"exchange model\d+/third/\d axis 1 {where}"
         assert re.search(
             rf"rank 0 waited \d s in {place} \(.*\n.*  arrived: rank 0\n.*  missing: rank 1\n", done.output
-        )
+        ), done.output
         assert re.search(rf"Waited 4 s in {place} \(team 1, rank 0\), from rank 1\.", done.output), done.output
 
 
@@ -100,7 +112,7 @@ def test_abort_waits_until_its_output_was_read():
 def test_one_rank_ends_the_job_with_tensorflow(how, run_ranks):
     done = run_ranks(2, [RANKS / "fail_training.py", how], expect_failure=True)
     assert how != "raise" or "RuntimeError: boom on the last rank" in done.output
-    _check_end(done)
+    check_end(done)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 import fake_cuda
 import pytest
 from checks import settings_of
+from endings import check_end
 from launch import ROOT
 
 CHECKS = ["gradients", "exact", "pipeline", "own_loops"]
@@ -38,13 +39,31 @@ def test_the_only_rank_copies_nothing(run_ranks, tmp_path):
     _run(1, "torch", ["gradients", "exact"], run_ranks, tmp_path)
 
 
-def _run(n, backend, names, run_ranks, tmp_path):
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("n", "backend", "names"),
+    [
+        (2, "torch", ["own_loops", "gradients"]),
+        pytest.param(2, "jax", ["fit"], marks=pytest.mark.soak),
+        pytest.param(3, "torch", ["own_loops", "fit"], marks=pytest.mark.soak),
+    ],
+)
+def test_what_holds_on_the_host_holds_by_nccl(n, backend, names, run_ranks, tmp_path):
+    """What it does not reduce is staged, as pipelined teams are."""
+    _run(n, backend, names, run_ranks, tmp_path, _by_nccl(tmp_path))
+
+
+def _by_nccl(folder):
+    return {"TESTS_FAKE_NCCL": str(fake_cuda.build_nccl(folder)), "KERAS_HPC_ALLREDUCE": "device:0-=nccl"}
+
+
+def _run(n, backend, names, run_ranks, tmp_path, more=()):
     library = fake_cuda.build(tmp_path)
     ranks = ROOT / "tests" / "ranks"
     checks = [ranks / f"check_{name}.py" for name in names]
     checks = [path for path in checks if backend in settings_of(path)["RANKS"]]
     args = [ranks / "run_check.py", 60, tmp_path, *checks]
-    env = {"TESTS_FAKE_GPU": str(library)}
+    env = {"TESTS_FAKE_GPU": str(library), **dict(more)}
     try:
         run_ranks(n, args, timeout=200, backend=backend, env=env)
     except pytest.fail.Exception as failure:
@@ -53,6 +72,27 @@ def _run(n, backend, names, run_ranks, tmp_path):
     for log in sorted(tmp_path.glob("rank*.txt")):
         assert " FAILED" not in log.read_text()
         assert checks[-1].name in log.read_text()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("killed", ""),
+        ("killed by nccl", ""),
+        ("driver", "The GPU's driver: cuMemcpyDtoHAsync failed with CUDA_ERROR_UNKNOWN"),
+        ("hangs", "rank 1"),
+        ("elsewhere", "is not in a GPU's memory. Expected a tensor on GPU 0"),
+    ],
+)
+def test_a_rank_that_fails_in_the_middle_of_a_step_ends_the_job(how, said, run_ranks, tmp_path):
+    env = {"TESTS_FAKE_GPU": str(fake_cuda.build(tmp_path))}
+    if how.endswith("nccl"):
+        env |= _by_nccl(tmp_path)
+    args = [ROOT / "tests" / "ranks" / "fail_on_gpu.py", how.split()[0]]
+    done = run_ranks(2, args, backend="torch", env=env, expect_failure=True)
+    assert said in done.output
+    check_end(done)
 
 
 def test_what_xla_is_told_of_a_gpu(run_ranks):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from launch import child_environment, launch
 
+from examples import studies
 from examples.largebatch import study, train
 
 
@@ -30,30 +31,41 @@ def test_rates_follow_their_rules():
     assert train.rate_of("sgd", 64) == train.SGD_RATE
     assert train.rate_of("sgd", 4096) == pytest.approx(64 * train.SGD_RATE)
     assert train.rate_of("lars", 4096) == pytest.approx(8 * train.LARS_RATE)
+    assert [train.statistics_momentum(steps) for steps in (10, 20, 40, 100, 200, 1280)] == [0, 0, 0.5, 0.8, 0.9, 0.9]
 
 
-def _history(losses, seconds=2.0):
-    return [
-        {"epoch": n, "seconds": seconds, "val_loss": loss, "val_accuracy": 1 - loss} for n, loss in enumerate(losses, 1)
-    ]
+def test_learning_speedup_by_hand():
+    losses = [{"epoch": n, "val_loss": loss} for n, loss in enumerate([0.5, 0.15, 0.1], 1)]
+    assert [studies.epochs_to(losses, target) for target in (0.5, 0.2, 0.15, 0.05)] == [1, 2, 2, None]
+    # Epochs of half the time, 2 of them instead of 2.5.
+    assert studies.learning_speedup([(6, 2), (6, 3)], [(3, 2), (3, 2)]) == pytest.approx(6 * 2.5 / (3 * 2))
+    assert studies.learning_speedup([(6, 2)], [(3, None)]) is None, "one seed did not get there"
+
+
+def _history(losses):
+    return [{"epoch": n, "val_loss": loss, "val_accuracy": 1 - loss} for n, loss in enumerate(losses, 1)]
 
 
 def test_summary_by_hand():
     found = {
-        study.Run("sgd", 1, 64, 1): _history([0.5, 0.15, 0.1], seconds=6),
-        study.Run("sgd", 1, 64, 2): _history([0.5, 0.3, 0.1], seconds=6),
-        study.Run("sgd", 2, 128, 1): _history([0.5, 0.1, 0.2], seconds=3),
-        study.Run("sgd", 2, 128, 2): _history([0.5, 0.1, 0.4], seconds=3),
-        study.Run("sgd", 4, 4096, 1): _history([0.5, 0.1, 0.1], seconds=1),
-        study.Run("sgd", 4, 4096, 2): _history([0.5, 0.4, 0.3], seconds=1),
+        study.Run("sgd", 1, 64, 2, 1): _history([0.5, 0.1]),
+        study.Run("sgd", 1, 64, 2, 2): _history([0.5, 0.2]),
+        study.Run("sgd", 2, 4096, 2, 1): _history([0.5, 0.4]),
+        study.Run("sgd", 2, 4096, 3, 1): _history([0.5, 0.4, 0.3]),
+        study.Run("lars", 1, 64, 2, 1): _history([0.5, 0.2]),
+        study.Run("lars", 2, 4096, 2, 1): _history([0.5, 0.3]),
+        study.Run("lars", 2, 4096, 3, 1): _history([0.5, 0.3, 0.2]),
     }
-    small, twice, large = study.summarize(found)
-    assert (small["epochs to target"], small["learning speed-up"]) == (2.5, 1)
-    # Epochs of half the time, 2 of them instead of 2.5.
-    assert twice["learning speed-up"] == pytest.approx(6 * 2.5 / (3 * 2))
-    assert (twice["accuracy"], twice["loss"]) == (pytest.approx(0.7), pytest.approx(0.3))
-    assert twice["loss spread"] == pytest.approx(np.std([0.2, 0.4], ddof=1))
-    assert (large["epochs to target"], large["learning speed-up"]) == (None, None), "one seed did not get there"
+    table = study.summarize(found)
+    small, large, longer, *_ = table
+    assert (small["accuracy"], small["loss"], small["steps"]) == (pytest.approx(0.85), pytest.approx(0.15), 256)
+    assert small["accuracy spread"] == pytest.approx(np.std([0.8, 0.9], ddof=1))
+    assert (large["steps"], longer["steps"], longer["accuracy"]) == (4, 6, pytest.approx(0.7))
+    assert study.markdown(table).splitlines()[2:] == [
+        "| 64 | 2 | 256 | 85.0 ± 7.1 % | 80.0 ± 0.0 % |",
+        "| 4,096 | 2 | 4 | 60.0 ± 0.0 % | 70.0 ± 0.0 % |",
+        "| 4,096 | 3 | 6 | 70.0 ± 0.0 % | 80.0 ± 0.0 % |",
+    ]
 
 
 @pytest.mark.soak
@@ -67,13 +79,11 @@ def test_a_small_study(tmp_path):
         assert ("seed 1" in done.output) != again, "the second time there is nothing left to train"
     with (tmp_path / "summary.csv").open() as file:
         lines = list(csv.DictReader(file))
-    assert [(line["optimizer"], line["batch"], line["ranks"]) for line in lines[:5]] == [
-        ("sgd", "64", "1"),
-        ("sgd", "128", "2"),
-        ("sgd", "256", "4"),
-        ("sgd", "1024", "4"),
-        ("sgd", "4096", "4"),
+    assert [(line["optimizer"], line["batch"], line["epochs"]) for line in lines] == [
+        (optimizer, batch, epochs)
+        for optimizer in ("sgd", "lars")
+        for batch, epochs in (("64", "1"), ("1024", "1"), ("4096", "1"), ("4096", "5"))
     ]
-    for name in ("accuracy.png", "loss.png", "speedup.png"):
+    for name in ("accuracy.png", "loss.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert "does not show" in (tmp_path / "study.html").read_text()

@@ -52,13 +52,14 @@ def test_a_migrated_script_trains_on_two_ranks(name, backend, run_ranks, tmp_pat
     assert "hvd" not in script.read_text()
     # Every rank must end with the same weights, whatever the script does.
     script.write_text(script.read_text().replace("keras_hpc.finalize()", ""))
-    check = "\nimport keras_hpc as k\nk.check_replicas(model)\nprint('rank', k.rank(), 'of', k.size(), 'agrees')\n"
+    check = "\nimport os, keras_hpc as k\nk.check_replicas(model)\n"  # ranks' prints would mix
+    check += "os.write(1, f'rank {k.rank()} of {k.size()} agrees\\n'.encode())\n"
     if name == "loop_tensorflow":
         check = check.replace("model", "train()[0]")
         script.write_text(script.read_text().replace('if __name__ == "__main__":\n    train()\n', ""))
     with script.open("a") as file:
         file.write(check)
-    done = run_ranks(2, [script], backend=backend, timeout=120)
+    done = run_ranks(2, [script], backend=backend, timeout=120, cwd=tmp_path)  # it writes checkpoints
     assert "rank 0 of 2 agrees" in done.output
     assert "rank 1 of 2 agrees" in done.output
     if name == "fit_tensorflow":
@@ -95,6 +96,32 @@ def test_a_migrated_script_trains_on_two_ranks(name, backend, run_ranks, tmp_pat
             "import keras_hpc\nm.compile(SGD(0.1 * keras_hpc.size()))\n",
         ),
         (
+            "import horovod.keras as hvd\ncb = [\n    # a\n    hvd.callbacks.MetricAverageCallback(),\n]\ncb.clear()\n",
+            "import keras_hpc\ncb = []\ncb.clear()\n",
+        ),
+        (  # remarks on what is done no more, but not what others say, and no text
+            "import horovod.keras as hvd\n# Of ours.\n# Horovod: begins,\n# at once.\nhvd.init()  # Horovod: here\n"
+            't = """\n# Horovod: kept\n"""\n# With Horovod: kept\n',
+            'import keras_hpc\n# Of ours.\nkeras_hpc.init()  # Horovod: here\nt = """\n# Horovod: kept\n"""\n'
+            "# With Horovod: kept\n",
+        ),
+        (  # a session of TensorFlow 1, which Keras 3 does not have
+            "import horovod.keras as hvd\nc = tf.ConfigProto()\nc.gpu_options.allow_growth = True\n"
+            "c.gpu_options.visible_device_list = str(hvd.local_rank())\nK.set_session(tf.Session(config=c))\nx = 1\n",
+            "import keras_hpc\nx = 1\n",
+        ),
+        (
+            "import horovod.keras as hvd\nhvd.init()\nc = hvd.Compression.fp16 if a.half else hvd.Compression.none\n"
+            "o = hvd.DistributedOptimizer(o, compression=c)\n",
+            "import keras_hpc\nkeras_hpc.init()\n"
+            'keras_hpc.configure_team(0, wire_dtype="float16" if a.half else None)\n',
+        ),
+        (
+            "import horovod.keras as hvd\nhvd.init()\nc = hvd.Compression.none\n"
+            "f(hvd.DistributedOptimizer(o, compression=c))\n",
+            "import keras_hpc\nkeras_hpc.init()\nf(o)\n",
+        ),
+        (
             "import horovod.torch as hvd\nf(hvd.rank, key=hvd.size)\n",
             "import keras_hpc\nf(keras_hpc.rank, key=keras_hpc.size)\n",
         ),
@@ -118,12 +145,29 @@ def test_small_changes(before, after):
         ("hvd.init(comm=[0, 1])", "configure_team(ranks=)"),
         ("epochs = 24 // hvd.size()", "fewer epochs"),
         ("hvd.start_timeline('x.json')", "takes the place of start_timeline"),
+        ("hvd.run(main, np=4)", "keras-hpc run -n 4"),
+        ("c = [hvd.callbacks.LearningRateScheduleCallback(0.1, 0.1, 30)]", "keras.callbacks.LearningRateScheduler"),
+        ("c = hvd.Compression.fp16; hvd.init(); o = hvd.DistributedOptimizer(o, compression=c)", "compression is"),
+        (
+            "hvd.init(); c = hvd.Compression.fp16; o = hvd.DistributedOptimizer(o, compression=c); f(c)",
+            "compression is",
+        ),
+        ("c = tf.ConfigProto(); c.gpu_options.visible_device_list = str(hvd.local_rank()); f(c)", "no sessions"),
+        ("m.fit_generator(g)", "Keras 3 has fit"),
+        ("o = keras.optimizers.SGD(lr=0.1)", "learning_rate"),
+        ("from keras.preprocessing.image import ImageDataGenerator", "tensorflow.keras.preprocessing.image"),
+        ("g = image.ImageDataGenerator()", "tensorflow.keras.preprocessing.image"),
     ],
 )
 def test_what_it_cannot_judge_is_marked(line, said):
     after, marks = _after(f"import horovod.keras as hvd\n{line}\n")
     assert any(said in mark for mark in marks), marks
     assert "# keras_hpc: " in after
+
+
+def test_what_is_still_there_is_not_marked():
+    lines = ("g = tf.keras.preprocessing.image.ImageDataGenerator()", "o = torch.optim.SGD(p, lr=0.1)", "m.fit(g)")
+    assert _after("import horovod.keras as hvd\n" + "\n".join(lines) + "\n")[1] == []
 
 
 def test_names_that_are_imported_alone_are_marked():

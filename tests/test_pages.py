@@ -1,5 +1,6 @@
 """Pages of the documentation: their links lead somewhere, and the site knows all of them."""
 
+import json
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ PAGES = sorted(
     if not re.search(r"/(\.venv[^/]*|build|results|_build|environments|\.[a-z_]+_cache|dist)/", str(page))
 )
 DOCS = [page for page in PAGES if ROOT / "docs" in page.parents]
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
 def _without_code(text):
@@ -47,9 +49,12 @@ def test_every_page_is_on_the_site():
     for page in DOCS:
         for tree in re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(), re.M | re.S):
             names = [line for line in tree.splitlines() if line and not line.startswith(":")]
-            listed |= {(page.parent / f"{name}.md").resolve() for name in names}
+            found = {(page.parent / name).resolve() for name in names}
+            listed |= {
+                file.with_suffix(".ipynb" if file.with_suffix(".ipynb") in NOTEBOOKS else ".md") for file in found
+            }
     made_by_the_site = ROOT / "docs" / "reference" / "commands.md"
-    assert listed == {*DOCS, made_by_the_site} - {ROOT / "docs" / "index.md"}
+    assert listed == {*DOCS, *NOTEBOOKS, made_by_the_site} - {ROOT / "docs" / "index.md"}
 
 
 def test_what_pages_call_themselves():
@@ -57,12 +62,24 @@ def test_what_pages_call_themselves():
         assert re.match(r"# \S", page.read_text()), page
 
 
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_kept_without_outputs(notebook):
+    cells = json.loads(notebook.read_text())["cells"]
+    assert [cell["source"] for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []
+
+
 @pytest.mark.soak
+@pytest.mark.mpi
 def test_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("sphinx", reason="make docs installs it")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", ROOT / "docs", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr
     page = Path(tmp_path, "reference", "docstrings.html").read_text()
     assert 'id="keras_hpc.init"' in page
     assert "stall_seconds" in page
+    assert "&gt;&gt;&gt;" in page, "numbers"
+    for notebook, said in (("exactness", "the same bits: True"), ("gan3d", "sum of all cells"), ("scaling", "2 ranks")):
+        page = Path(tmp_path, "notebooks", f"{notebook}.html").read_text()
+        assert said in page[page.index("cell_output") :]
+        assert len(page) < 100_000

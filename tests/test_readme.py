@@ -47,10 +47,13 @@ def _blocks():
                 yield pytest.param(page, language, code, id=f"{page}: block {number}")
 
 
+def _snippets(*pages):
+    return [block.values[2] for block in _blocks() if block.values[0] in pages and block.values[1] == "python"]
+
+
 def _snippets_of(page):
     """Those of a page, or of all that share a job with it."""
-    pages = SITE if page in SITE else [page]
-    return [block.values[2] for block in _blocks() if block.values[0] in pages and block.values[1] == "python"]
+    return _snippets(*(SITE if page in SITE else [page]))
 
 
 def _job_of(page):
@@ -122,9 +125,20 @@ def test_block(page, language, code, tmp_path, snippets):
     assert done.leaked_processes == ()
 
 
+@pytest.mark.soak
+def test_the_first_job_does_on_two_ranks_what_it_does_on_one(tmp_path):
+    """As the tutorial says, whose script draws its first weights at random."""
+    (tmp_path / "train.py").write_text(_snippets("docs/tutorial/first-job.md")[0])
+    losses = []
+    for ranks in (1, 2):
+        done = _run(f"keras-hpc run --no-label -n {ranks} train.py", tmp_path, "tensorflow", lean=False)
+        losses.append(float(re.search(rf"^loss ([\d.]+) on {ranks} rank", done.output, re.M)[1]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_shape_of_the_readme():
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 150
+    assert len(lines) <= 140
     assert next(number for number, line in enumerate(lines, 1) if line.startswith("```")) < 30
 
 

@@ -48,6 +48,51 @@ def padded(x, before, after):
     return np.pad(x, (max(before, 0), max(after, 0)))[max(-before, 0) : len(x) + max(before, 0) + max(after, 0)]
 
 
+@pytest.mark.parametrize("parts", PARTS)
+def test_borders_add_what_own_rows_lack(parts):
+    rng = np.random.default_rng(0)
+    computed = []
+    for extent, kernel, stride, dilation in itertools.product(
+        (*EXTENTS, 16, 17, 24, 48), (1, 2, 3, 4, 5, 6), (1, 2, 3), (1, 2, 3)
+    ):
+        axis = geometry.Windowed.of_layer(extent, kernel, stride, dilation, "same")
+        sides = [geometry.borders(axis, parts, part) for part in range(parts)]
+        if None in sides:
+            continue
+        computed.append((extent, kernel, stride, dilation))
+        x, weights = rng.normal(size=extent), rng.normal(size=kernel)
+        expected = convolve(np.pad(x, axis.sides), weights, stride, dilation)[: axis.outputs]
+        owned = geometry.bounds(extent, parts)
+        windows = [axis.window(*rows) for rows in geometry.bounds(axis.outputs, parts)]
+        moves = [geometry.move(extent, parts, windows, part) for part in range(parts)]
+        # What each part sends, cut out of its rows, and then sent by the moves of that alone.
+        sent = [np.concatenate([x[slice(*owned[p])][slice(*rows)] for _, rows in m.sends] or [x[:0]])
+                for p, m in enumerate(moves)]  # fmt: skip
+        mail = {(p, q): sent[p][slice(*rows)] for p, m in enumerate(moves) for q, rows in m.borders.sends}
+        for part, (begin, end) in enumerate(geometry.bounds(axis.outputs, parts)):
+            move = moves[part].borders
+            assert move.extent == len(sent[part])
+            assert move.own == move.pads == (0, 0)
+            received = np.concatenate([mail.pop((other, part)) for other, _ in move.receives] or [x[:0]])
+            own = x[slice(*owned[part])]
+            alone = geometry.Windowed.of_layer(len(own), kernel, stride, dilation, "same")
+            y = convolve(np.pad(own, alone.sides), weights, stride, dilation)[: alone.outputs]
+            for border in sides[part]:
+                rows, received = received[: border.rows], received[border.rows :]
+                first, last = border.outputs
+                if border.changes:
+                    assert min(border.pads) >= 0
+                    added = convolve(np.pad(rows, border.pads), weights, stride, dilation)
+                    assert len(added) == last - first
+                    y[first:last] += added
+                else:
+                    assert border.rows == 0
+            assert len(received) == 0
+            np.testing.assert_allclose(y, expected[begin:end], atol=1e-12)
+        assert not mail
+    assert {(48, 3, 1, 1), (48, 5, 2, 1), (24, 3, 2, 1), (48, 3, 1, 2), (48, 6, 2, 1)} <= {*computed}
+
+
 @pytest.mark.parametrize("padding", ["same", "valid", "causal"])
 @pytest.mark.parametrize("parts", PARTS)
 def test_windows_of_convolutions(padding, parts):

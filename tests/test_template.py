@@ -72,7 +72,8 @@ def test_an_unknown_system_is_explained():
     assert "invalid choice: 'condor'" in _template("condor", status=2)
 
 
-OPTIONS = ["--nodes", 3, "--ranks-per-node", 2, "--cores-per-rank", 8, "--time", "2:30:30", "--script", "run me.py -x"]
+OPTIONS = ["--nodes", 3, "--ranks-per-node", 2, "--cores-per-rank", 8, "--time", "2:30:30"]
+SCRIPT = ["run", "me.py", "--nodes", "9", "a b"]
 SITE = ["--account", "abc123", "--queue", "debug", "--env", "module:gcc/12,mpich", "--env", "conda:my env"]
 
 
@@ -82,12 +83,12 @@ SITE = ["--account", "abc123", "--queue", "debug", "--env", "module:gcc/12,mpich
         (
             "slurm",
             ["--nodes=3", "--ntasks-per-node=2", "--cpus-per-task=8", "--time=02:30:30", "--account=abc123"]
-            + ["--partition=debug", "\n#SBATCH --gpus-per-task=1", "python run me.py -x\n"],
+            + ["--partition=debug", "\n#SBATCH --gpus-per-task=1", "python run me.py --nodes 9 'a b'\n"],
         ),
         (
             "pbs",
             ["select=3:ncpus=16:mpiprocs=2:ngpus=4", "walltime=02:30:30", "#PBS -A abc123", "#PBS -q debug"]
-            + ['"$hosts" run me.py -x\n'],
+            + ["\"$hosts\" run me.py --nodes 9 'a b'\n"],
         ),
         ("pals", ["select=3:ncpus=16:mpiprocs=2:ngpus=4", "nodes=3", "ranks_per_node=2", "cores=8", "#PBS -A abc123"]),
         (
@@ -98,11 +99,24 @@ SITE = ["--account", "abc123", "--queue", "debug", "--env", "module:gcc/12,mpich
     ],
 )
 def test_options_are_filled_in(system, said):
-    text = _template(system, *OPTIONS, *SITE, "--gpus-per-node", 4)
+    text = _template(system, *OPTIONS, *SITE, "--gpus-per-node", 4, *SCRIPT)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=10)
     assert [word for word in said if word not in text] == []
     assert "module load gcc/12 mpich\neval \"$(conda shell.bash hook)\" && conda activate 'my env'\n" in text
     assert "@" not in text.replace("USR1@120", "")
+
+
+def test_scripts_and_modules_are_given_as_to_run():
+    assert " python train.py\n" in _template("slurm")
+    assert " python train.py --time x -m y\n" in _template("slurm", "--nodes", 2, "train.py", "--time", "x", "-m", "y")
+    assert " python -m package.train -x\n" in _template("pals", "-m", "package.train", "-x")
+
+
+def test_each_system_says_what_it_takes():
+    shown = {system: _template(system, "--help") for system in template._SYSTEMS}
+    assert [system for system, said in shown.items() if "--account" in said] == ["slurm", "pbs", "pals", "lsf", "flux"]
+    assert [system for system, said in shown.items() if "--image" in said] == ["kubernetes"]
+    assert [system for system, said in shown.items() if "--nodes" not in said] == ["apptainer-cpu", "apptainer-cuda"]
 
 
 def test_slurm_reads_the_directives():
@@ -118,7 +132,7 @@ def test_slurm_reads_the_directives():
 def test_kubernetes_job_has_what_the_operator_asks_for():
     yaml = pytest.importorskip("yaml", reason="of the tests' extra")
     options = ["--nodes", 3, "--ranks-per-node", 2, "--cores-per-rank", 4, "--gpus-per-node", 2, "--time", "1:00:00"]
-    job = yaml.safe_load(_template("kubernetes", *options, "--image", "r.example.org/a/b:1", "--script", "a.py 'x y'"))
+    job = yaml.safe_load(_template("kubernetes", *options, "--image", "r.example.org/a/b:1", "a.py", "x y"))
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
     assert set(job["spec"]) == {
         "slotsPerWorker",
@@ -157,9 +171,12 @@ def test_apptainer_definitions(name):
         (["slurm", "--account", "a b"], "Received: 'a b'"),
         (["slurm", "--queue", "a\n#SBATCH -N9"], "expected one word"),
         (["slurm", "--env", "pipenv:x"], "Received: 'pipenv:x'"),
-        (["slurm", "--image", "x"], "--image has no place"),
-        (["kubernetes", "--account", "x"], "--account has no place"),
-        (["apptainer-cpu", "--gpus-per-node", "1"], "--gpus-per-node has no place"),
+        (["slurm", "--image", "x"], "unrecognized arguments: --image"),
+        (["kubernetes", "--account", "x"], "unrecognized arguments: --account"),
+        (["apptainer-cpu", "--gpus-per-node", "1"], "unrecognized arguments: --gpus-per-node"),
+        (["--nodes", "4", "slurm"], "argument SYSTEM: invalid choice: '4'"),
+        (["slurm", "-m"], "a module after -m"),
+        (["slurm", "train.py", "a\n#SBATCH -N9"], "on one line"),
         (["slurm", "--gpus-per-node", "3", "--ranks-per-node", "2"], "Received: 3 GPUs, 2 ranks"),
     ],
 )

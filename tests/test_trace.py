@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -24,6 +25,37 @@ while keras_hpc.broadcast_object(time.monotonic() - begin) < 2:
 if keras_hpc.rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 keras_hpc.barrier()
+"""
+
+PROFILED = """
+import contextlib, sys, time
+import keras, numpy as np, keras_hpc
+path, profile = sys.argv[1:]
+keras_hpc.init(trace=path)
+backend = keras.backend.backend()
+if backend == "torch":
+    import torch
+    annotation, profiler = torch.profiler.record_function, torch.profiler.profile()
+elif backend == "jax":
+    import jax
+    annotation, profiler = jax.profiler.TraceAnnotation, jax.profiler.trace(profile)
+else:
+    import tensorflow as tf
+    annotation, profiler = tf.profiler.experimental.Trace, tf.profiler.experimental.Profile(profile)
+
+class Probe(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        with annotation(f"probe {time.monotonic():.9f}"):
+            time.sleep(0.001)
+
+x = np.zeros((64, 4), "float32")
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)], name="profiled")
+model.compile("sgd", "mse")
+model.fit(x, x, batch_size=8, verbose=0)
+with profiler if keras_hpc.rank() == 1 else contextlib.nullcontext():
+    model.fit(x, x, batch_size=8, verbose=0, callbacks=[Probe()])
+if keras_hpc.rank() == 1 and backend == "torch":
+    profiler.export_chrome_trace(profile + ".json")
 """
 
 
@@ -97,3 +129,61 @@ def test_a_job_that_was_killed_leaves_a_trace(tmp_path, run_ranks):
     assert [len(events) > 10 for events in steps] == [True, True]
     assert {event["name"] for events in steps for event in events} == {"killed train"}
     assert len(timeline.read(path).elements) == len(content["otherData"]["plans"][0]["tensors"]) == 3
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", [pytest.param("tensorflow", marks=pytest.mark.soak), "jax", "torch"])
+def test_a_profile_of_the_framework_stands_at_the_time_of_the_steps(backend, tmp_path, run_ranks):
+    (tmp_path / "train.py").write_text(PROFILED)
+    path, profile = tmp_path / "trace.json", tmp_path / "profile"
+    run_ranks(2, [tmp_path / "train.py", path, profile], backend=backend)
+    done = _merge(path, "--profile", f"{profile}.json" if backend == "torch" else profile)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r": \d+ events of rank 1$", done.stdout, re.M), done.stdout
+    events = json.loads((tmp_path / "trace-with-profile.json").read_text())["traceEvents"]
+    probes = [event for event in events if event["name"].startswith("probe ") and event["ph"] == "X"]
+    assert len(probes) == 4  # of rank 1 alone: 64 samples, two ranks
+    for event in probes:
+        assert event["ts"] == pytest.approx(float(event["name"].split()[1]) * 1e6, abs=500), "us, by the ranks' clock"
+        assert event["dur"] >= 1000
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {names[event["pid"]].partition(":")[0] for event in probes} == {"rank 1"}
+    steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "step" and e["pid"] == 1]
+    others = [e for e in events if e["pid"] == probes[0]["pid"] and e["ph"] == "X"]
+    assert len(steps) == 8
+    for begin, end in steps[4:]:
+        assert any(begin <= e["ts"] and e["ts"] + e["dur"] <= end for e in others), "what the framework does in a step"
+    assert not [event for event in events if trace_file.MARK.search(event["name"])]
+    if backend == "tensorflow":
+        (file,) = profile.rglob("*.xplane.pb")
+        one, other = (_events(file, without) for without in ("none", "jax.profiler"))
+        assert [event["name"] for event in one] == [event["name"] for event in other]
+        assert [event.get("ts", 0) for event in one] == pytest.approx([e.get("ts", 0) for e in other], abs=1)
+
+
+def _events(file, without):
+    """Those of a profile, read where a module is not there: JAX reads them, else TensorFlow."""
+    code = f"""
+import json, sys
+from pathlib import Path
+sys.modules[{without!r}] = None
+from keras_hpc.tools import profiles
+print(json.dumps(profiles.events(Path({str(file)!r}))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])[1]
+
+
+def test_a_profile_without_steps_is_refused(tmp_path):
+    _rank(tmp_path / "parts", 0, [])
+    (tmp_path / "profile.json").write_text('{"traceEvents": [{"name": "op", "ph": "X", "ts": 1, "dur": 1, "pid": 0}]}')
+    (tmp_path / "bad.json").write_text("[")
+    for profile, said in (
+        ("profile.json", "0 steps are marked"),
+        ("nothing", "Expected a profile"),
+        ("bad.json", "Chrome's format"),
+    ):
+        done = _merge(tmp_path / "parts", "--profile", tmp_path / profile, "--out", tmp_path / "out.json")
+        assert done.returncode == 1
+        assert said in done.stderr
+    assert "--profile says what to add" in _merge(tmp_path / "out.json").stderr

@@ -132,3 +132,48 @@ def test_wheels_are_clean_and_train_in_a_bare_environment(tmp_path):
         "[1] rank 1 of 2",
     ]
     assert Path(sys.prefix).name not in said.partition("from ")[2]
+
+
+@pytest.mark.soak
+@pytest.mark.mpi
+@pytest.mark.timeout(4000)
+@pytest.mark.skipif(
+    not (os.geteuid() == 0 and (shutil.which("debootstrap") or os.environ.get("TESTS_DEBIAN11"))),
+    reason="needs root and debootstrap",
+)
+def test_a_wheel_runs_on_an_old_system(tmp_path):
+    """Debian 11 with another Python, made from nothing, or where TESTS_DEBIAN11 says: built, installed and trained."""
+    pytest.importorskip("auditwheel", reason="make wheels installs it")
+    root = Path(os.environ.get("TESTS_DEBIAN11", tmp_path / "debian11"))
+    if not root.exists():
+        _run([ROOT / "packaging" / "debian11.sh", root], tmp_path, timeout=2400)
+    in_root = [ROOT / "packaging" / "in_root.sh", root]
+    wheels = [sys.executable, ROOT / "packaging" / "wheels.py"]
+    _run([*wheels, "--root", root, "--out", tmp_path], ROOT, timeout=1500)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert int(re.search(r"-cp312-abi3-manylinux_2_(\d+)_\w+\.whl$", wheel.name)[1]) <= 28
+
+    folder = root / "tried"
+    shutil.rmtree(folder, ignore_errors=True)
+    downloads = folder / "wheels"
+    sys.path.insert(0, str(ROOT / "packaging"))
+    try:
+        import wheels as maker
+    finally:
+        sys.path.pop(0)
+    maker.download("3.13", downloads, [f"{wheel}[jax,mpich]"])
+    (folder / "train.py").write_text(TRAIN)
+    commands = [
+        "python -m venv /tried/venv",
+        ". /tried/venv/bin/activate",
+        f"pip install --quiet --no-index --find-links /tried/wheels '/tried/wheels/{wheel.name}[jax,mpich]'",
+        "cd /tried",
+        "export KERAS_BACKEND=jax",
+        "ldd --version | head -1",
+        "keras-hpc doctor",
+        "keras-hpc run -n 2 train.py",
+    ]
+    said = _run([*in_root, "sh", "-euc", "\n".join(commands)], tmp_path, timeout=900)
+    assert "GLIBC 2.31" in said
+    assert f"keras_hpc             {VERSION} in /tried/venv/" in said
+    assert len(re.findall(r"^\[\d\] rank \d of 2 agrees, from /tried/venv/", said, re.M)) == 2, said

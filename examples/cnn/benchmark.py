@@ -128,11 +128,12 @@ def profile(runs):
         ranks = []
         for number in range(setting.ranks):
             mine = [found["ranks"][number] for found in rounds]
-            names = ("gap", "draw", "exposed", "hidden", "update")
+            names = ("gap", "draw", "forward", "exposed", "hidden", "update")
             parts = {name: float(np.median([one[f"{name}_ms"] for one in mine])) for name in names}
             step = float(np.median([np.median(one["step_ms"]) for one in mine]))
             parts["input"] = parts["gap"] + parts["draw"]
-            parts["compute"] = max(0.0, step - parts["draw"] - parts["exposed"] - parts["update"])
+            measured = sum(parts[name] for name in ("draw", "forward", "exposed", "update"))
+            parts["backward"] = max(0.0, step - measured)
             ranks.append({name: parts[name] for name in PARTS})
         mean = {name: float(np.mean([rank[name] for rank in ranks])) for name in PARTS}
         lines += [{"runs": setting.name, "rank": n, **parts} for n, parts in enumerate(ranks)]

@@ -5,6 +5,7 @@ Prints one line of JSON on rank 0. Without --distributed it is a plain Keras scr
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -82,6 +83,41 @@ def update_seconds(model, repetitions=10):
         def run():
             optimizer.apply(gradients, variables)
 
+    return _median_seconds(run, repetitions)
+
+
+def forward_seconds(model, x, y, repetitions=10):
+    """Times the forward pass of a training step alone, with its loss, compiled where the backend compiles. Median."""
+    import keras
+
+    backend = keras.backend.backend()
+    x, y = keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)
+
+    def forward(x, y):
+        return model.compute_loss(x, y, model(x, training=True), training=True)
+
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        function = tf.function(forward)
+    elif backend == "jax":
+        import jax
+
+        weights = [[v.value for v in some] for some in (model.trainable_variables, model.non_trainable_variables)]
+
+        @jax.jit
+        def compiled(weights, x, y):
+            answers, statistics = model.stateless_call(*weights, x, training=True)
+            return model.loss(y, answers), statistics
+
+        def function(x, y):
+            jax.block_until_ready(compiled(weights, x, y))
+    else:
+        function = forward
+    return _median_seconds(lambda: function(x, y), repetitions)
+
+
+def _median_seconds(run, repetitions):
     times = []
     for _ in range(repetitions + 2):
         begin = time.perf_counter()
@@ -150,11 +186,12 @@ def measure(args):
     if keras.backend.backend() == "tensorflow":  # whose steps draw their batch themselves: once more, without the rest
         drawing, _ = time_steps(model, fit, lambda iterator: (next(iterator), {})[1])
         found["draw_ms"] = 1e3 * float(np.median(drawing))
+    batch = x[: args.batch_size], y[: args.batch_size]
+    with keras_hpc.local() if job else contextlib.nullcontext():
+        found["forward_ms"] = 1e3 * forward_seconds(model, *batch)
+        found["update_ms"] = 1e3 * update_seconds(model)
     if job is None:
-        found["update_ms"] = 1e3 * update_seconds(model)
         return [found]
-    with keras_hpc.local():
-        found["update_ms"] = 1e3 * update_seconds(model)
     found["check_ms"] = 1e3 * check_seconds(model) if job.size > 1 else 0.0
     return job.teams[0].allgather_object(found)
 

@@ -70,6 +70,33 @@ def hep_cnn(shape, classes, filters=128):
     return Sequential([Input(shape), *units, *last])
 
 
+def alexnet(shape, classes):
+    """The network of Krizhevsky et al. (2012) on one device: its groups joined, and without its local normalization.
+
+    Images of 67 pixels at least; 62,378,344 parameters with 227 pixels and 1,000 classes, most of them in dense layers.
+    """
+    from keras import Input, Sequential, layers
+
+    model = Sequential([Input(shape), layers.Conv2D(96, 11, strides=4, activation="relu"), layers.MaxPooling2D(3, 2)])
+    for filters, kernel, pools in ((256, 5, True), (384, 3, False), (384, 3, False), (256, 3, True)):
+        model.add(layers.Conv2D(filters, kernel, padding="same", activation="relu"))
+        if pools:
+            model.add(layers.MaxPooling2D(3, 2))
+    model.add(layers.Flatten())
+    for _ in range(2):
+        model.add(layers.Dense(4096, activation="relu"))
+        model.add(layers.Dropout(0.5))
+    model.add(layers.Dense(classes))
+    return model
+
+
+def vgg16(shape, classes):
+    """Keras' own: 138,357,544 parameters with 224 pixels and 1,000 classes. Images of 32 pixels at least."""
+    import keras
+
+    return keras.applications.VGG16(weights=None, input_shape=shape, classes=classes, classifier_activation=None)
+
+
 def resnet50(shape, classes):
     """Keras' own."""
     import keras
@@ -89,6 +116,8 @@ NETWORKS = {
     "resnet50": Network(resnet50, (64, 64, 3), 1000, 8),
     "mlp": Network(mlp, (4096,), 10, 4),
     "hep_cnn": Network(hep_cnn, (64, 64, 3), 2, 16),
+    "alexnet": Network(alexnet, (131, 131, 3), 1000, 8),
+    "vgg16": Network(vgg16, (64, 64, 3), 1000, 4),
     "inception_v3": Network(inception_v3, (96, 96, 3), 1000, 8),
 }
 

@@ -78,8 +78,23 @@ def allreduce(x: Any, op: str = "mean", team: int = 0, out: np.ndarray | None = 
         PlanMismatchError: ranks call with different shapes, dtypes or operations, make other calls, or one met an
             error; on all other ranks, and the job can go on. Inside a compiled function it is the framework's own
             error, with the same text.
+
+    Example, on two ranks:
+
+    >>> keras_hpc.allreduce(float(rank))
+    0.5
+    >>> keras_hpc.allreduce(np.array([1, 10]) * (rank + 1), op="sum")
+    array([ 3, 30])
+    >>> keras_hpc.allreduce({"all": rank == 0, "any": [rank == 0]}, op="max")
+    {'all': True, 'any': [True]}
     """
-    return _plain(_allreduce)(team_number(team), x, op, out)
+    members = team_number(team)
+    if op == "mean":
+        from keras_hpc.keras_hooks import running  # with Keras, which init() has imported
+
+        if (trial := running.trial()) is not None:
+            trial.takes_means = True
+    return _plain(_allreduce)(members, x, op, out)
 
 
 def reduce_scatter(x: Any, op: str = "sum", team: int = 0) -> Any:
@@ -96,6 +111,11 @@ def reduce_scatter(x: Any, op: str = "sum", team: int = 0) -> Any:
     Raises:
         ValueError: `x` has no axis; unknown `op` or `team`.
         TypeError, PlanMismatchError: as `allreduce`.
+
+    Example, on two ranks: rows 0 and 1 go to rank 0, row 2 to rank 1.
+
+    >>> keras_hpc.allgather_object(keras_hpc.reduce_scatter(np.array([1, 2, 3])).tolist())
+    [[2, 4], [6]]
     """
     return _plain(_reduce_scatter)(team_number(team), x, op)
 
@@ -105,6 +125,11 @@ def average(logs: Mapping[str, float], team: int = 0) -> dict[str, float]:
 
     Raises:
         PlanMismatchError: ranks have different keys.
+
+    Example, on two ranks:
+
+    >>> keras_hpc.average({"loss": 1.0 + rank})
+    {'loss': 1.5}
     """
     members = team_number(team)
     with members.telling("keras_hpc.average"):

@@ -40,6 +40,11 @@ def broadcast(x: Any, root: int = 0, team: int = 0) -> Any:
         TypeError: unsupported values.
         PlanMismatchError: shapes, dtypes, structures or roots differ between ranks; on all ranks, and the job can go
             on.
+
+    Example, on two ranks:
+
+    >>> keras_hpc.broadcast(np.array([rank, 10 * rank]), root=1)
+    array([ 1, 10])
     """
     return _plain(_broadcast)(team_number(team), x, root)
 
@@ -57,6 +62,11 @@ def broadcast_object(value: Any, root: int = 0, team: int = 0) -> Any:
         ValueError: `root` is no rank of the team.
         TypeError: the value is something else; on the root. Other ranks raise a PlanMismatchError, which says so.
         PlanMismatchError: roots differ between ranks, or ranks make other calls.
+
+    Example, on two ranks:
+
+    >>> keras_hpc.broadcast_object({"run": f"of rank {rank}"})
+    {'run': 'of rank 0'}
     """
     members = team_number(team)
     what = "keras_hpc.broadcast_object"
@@ -82,6 +92,13 @@ def allgather(x: Any, team: int = 0) -> Any:
         ValueError: `x` has no axis.
         TypeError: `x` is no array, or a tensor of a compiled function.
         PlanMismatchError: shapes or dtypes differ between ranks; on all ranks, and the job can go on.
+
+    Example, on two ranks: one row from rank 0, two from rank 1.
+
+    >>> keras_hpc.allgather(np.full((1 + rank, 2), rank))
+    array([[0, 0],
+           [1, 1],
+           [1, 1]])
     """
     return _plain(_allgather)(team_number(team), x)
 
@@ -96,6 +113,11 @@ def allgather_object(value: Any, team: int = 0) -> list[Any]:
     Raises:
         TypeError: the value is something else; on that rank. Other ranks raise a PlanMismatchError, which says so.
         PlanMismatchError: ranks make other calls.
+
+    Example, on two ranks:
+
+    >>> keras_hpc.allgather_object(f"rank {rank} of {size}")
+    ['rank 0 of 2', 'rank 1 of 2']
     """
     return team_number(team).allgather_object(value, "keras_hpc.allgather_object")
 
@@ -118,6 +140,12 @@ def alltoall(x: Any, team: int = 0, splits: Sequence[int] | None = None) -> Any:
     Raises:
         ValueError: `x` has no axis; `splits` does not fit it.
         TypeError, PlanMismatchError: as `allgather`.
+
+    Example, on two ranks: each sends its first row to rank 0, and two rows to rank 1.
+
+    >>> rows = keras_hpc.alltoall(np.arange(3) + 10 * rank, splits=[1, 2])
+    >>> keras_hpc.allgather_object(rows.tolist())
+    [[0, 10], [1, 2, 11, 12]]
     """
     return _plain(_alltoall)(team_number(team), x, splits)
 

@@ -111,7 +111,7 @@ def init(
             )
             _check_trace_from(trace, trace_from)
             devices.check_argument(device)
-            _check_spatial(spatial, world.size, teams)
+            _check_spatial(spatial, world.size)
             _check_virtual(virtual_ranks, world.size, shard=shard, spatial=spatial, wire_dtype=wire_dtype, teams=teams)
             _check_shard_optimizer(shard_optimizer, spatial=spatial, virtual_ranks=virtual_ranks)
             launch.check_threads(world)
@@ -256,7 +256,7 @@ def _check_trace_from(trace: Any, begin: Any) -> None:
         raise ValueError(f"`trace_from` needs a file: init(trace=PATH). Received: trace_from={begin!r} without `trace`")
 
 
-def _check_spatial(spatial: Any, size: int, teams: int) -> None:
+def _check_spatial(spatial: Any, size: int) -> None:
     if spatial is None:
         return
     parts = Grid.of(spatial).size
@@ -265,8 +265,6 @@ def _check_spatial(spatial: Any, size: int, teams: int) -> None:
             f"`spatial` splits each sample among {parts} ranks. Expected a number of ranks that {parts} divides. "
             f"Received: spatial={spatial!r} with {size} rank{'s' * (size > 1)}"
         )
-    if parts > 1 and teams > 1:
-        raise ValueError(f"init(spatial=) has one team so far. Received: spatial={spatial!r}, teams={teams}")
 
 
 def _check_virtual(count: Any, size: int, *, shard: bool, **others: Any) -> None:

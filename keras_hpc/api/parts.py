@@ -35,6 +35,11 @@ def part(extent: int, axis: int = 0) -> tuple[int, int]:
 
     Raises:
         ValueError: there are no such rows.
+
+    Example, on two ranks, each of which has all rows; with `init(spatial=2)` they have (0, 32) and (32, 64).
+
+    >>> keras_hpc.part(64)
+    (0, 64)
     """
     if isinstance(extent, bool) or not isinstance(extent, int) or extent < 1:
         raise ValueError(f"`extent` is a number of rows. Expected a positive int. Received: extent={extent!r}")

@@ -82,9 +82,10 @@ def configure_team(
         PlanMismatchError: ranks pass different arguments.
     """
     members = team_number(team)
-    if current.job().group is not None and (schedule != "synchronous" or ranks is not None):
+    if current.job().group is not None and (schedule == "local" or ranks is not None):
         raise ValueError(
-            "With init(spatial=) a team is synchronous and has all ranks so far. Received: "
+            "With init(spatial=) ranks that compute a sample together have the same weights in each step, and a team "
+            "has all ranks. Expected schedule='synchronous' or 'pipelined', and ranks=None. Received: "
             f"schedule={schedule!r}, ranks={ranks!r}"
         )
     if current.job().virtual is not None and (schedule != "synchronous" or ranks is not None or wire_dtype is not None):

@@ -15,6 +15,7 @@ Every backend is one module with the same functions:
   variables before and after it (`keras_hooks.sharded`).
 - `exchange(exchange, x, axis, order)`: rows that other ranks of a group have, with its gradient;
   `after(y, order)`: a tensor that cannot be had before all exchanges so far.
+- `mark(name)`: put a name with the time of now into the framework's own profile, if one is being made.
 - `in_program()`: whether a compiled function is being made, in which tensors stand for values of its own.
 - `code_is_compiled()`: whether a compiler reads the code that asks.
 - `uncompiled(function)`: a function that runs as it is where compilers of the framework find it.
@@ -26,8 +27,9 @@ Every backend is one module with the same functions:
 - `to_numpy(x)`: the same as an array of its own.
 - `assign(variable, value)`: set a variable from a NumPy array.
 
-TensorFlow also has `allgather_rows(team, tensor)`, for sparse gradients; PyTorch has `Gradients`, which takes the
-gradients of a step one by one.
+TensorFlow and JAX also have `with_borders`, a convolution of a part's own rows with what others add; TensorFlow has
+`allgather_rows(team, tensor)`, for sparse gradients; PyTorch has `Gradients`, which takes the gradients of a step one
+by one.
 """
 
 import importlib

@@ -14,12 +14,11 @@ import numpy as np
 from jax._src import (
     core,
     dispatch,
-    effects,  # as JAX's own callbacks have them
     xla_bridge,  # the only way to ask whether JAX has started
 )
-from jax.interpreters import batching, mlir
+from jax.interpreters import mlir
 
-from keras_hpc.backends import jax_device, jax_exchange, library_path
+from keras_hpc.backends import jax_chain, jax_device, jax_exchange, jax_ordered, library_path
 from keras_hpc.backends import jax_pieces as pieces  # noqa: F401 (others use it)
 from keras_hpc.backends.jax_device import number_of_gpu
 from keras_hpc.backends.jax_device import sees_gpus as sees_gpus
@@ -36,11 +35,9 @@ PLATFORM_OF_GPU = "gpu"
 # Handlers; those of buffers on a GPU end in "_on".
 _START, _DONE = "khpc_jax_start", "khpc_jax_done"
 _TURN, _SECOND = "khpc_jax_turn", "khpc_jax_second"
-_ALLREDUCE = "khpc_jax_allreduce"
 _LOCAL = "khpc_jax_local_begin", "khpc_jax_local_anchor"
 _START_ON, _WAIT_ON = "khpc_jax_start_on", "khpc_jax_wait_on"
 _TURN_ON, _SECOND_ON = "khpc_jax_turn_on", "khpc_jax_second_on"
-_ALLREDUCE_ON = "khpc_jax_allreduce_on"
 
 
 @functools.cache
@@ -62,8 +59,8 @@ def load() -> None:
         )
     path = library_path("keras_hpc_jax")
     library = ctypes.CDLL(path)
-    on_host = (_START, _DONE, _TURN, _SECOND, _ALLREDUCE, jax_exchange.TARGET, *_LOCAL)
-    on_gpu = (_START_ON, _WAIT_ON, _TURN_ON, _SECOND_ON, _ALLREDUCE_ON)
+    on_host = (_START, _DONE, _TURN, _SECOND, jax_ordered.TARGET, jax_exchange.TARGET, *_LOCAL)
+    on_gpu = (_START_ON, _WAIT_ON, _TURN_ON, _SECOND_ON, jax_ordered.TARGET_ON)
     platform = "cpu" if devices[0].platform == "cpu" else "CUDA"
     for name in on_host if number_of_gpu() is None else on_gpu:
         try:
@@ -114,8 +111,9 @@ def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = 
     return _run(_start_and_done, plan, tensors, weight, active)
 
 
-# Of a plan each of whose tensors one rank gives.
-gather = reduce
+def gather(plan: Any, tensors: Sequence[Any], active: Any = None) -> list[jax.Array]:
+    """The same for a plan each of whose tensors one rank gives."""
+    return _run(_gather, plan, tensors, None, active)
 
 
 def turn(
@@ -175,46 +173,6 @@ def _run(program: Callable[..., Any], plan: Any, tensors: Sequence[Any], weight:
     return results
 
 
-class _Order(effects.Effect):  # type: ignore[misc]
-    """What `allreduce` does beside its result, in program order: JAX hands a token from each call to the next.
-
-    So ranks make their calls in one order by construction, whatever XLA may do first, and however often and when each
-    rank traces: nothing is communicated at trace time, and calls need no names. What two ranks call together is
-    compared when they do. The order holds in and across compiled functions, in loops, and in the branches of `cond`.
-    """
-
-    def __str__(self) -> str:
-        return "keras_hpc.allreduce"
-
-
-_ORDER = _Order()
-for _kind in ("ordered", "lowerable", "control_flow_allowed", "custom_derivatives_allowed", "remat_allowed"):
-    getattr(effects, f"{_kind}_effects").add_type(_Order)
-
-_allreduce_p = jax.extend.core.Primitive("keras_hpc_allreduce")
-_allreduce_p.def_impl(functools.partial(dispatch.apply_primitive, _allreduce_p))
-_allreduce_p.def_effectful_abstract_eval(lambda x, **_: (core.ShapedArray(x.shape, x.dtype), {_ORDER}))
-# Each element is reduced by itself, so an axis more is an axis more.
-batching.primitive_batchers[_allreduce_p] = lambda xs, axes, **options: (_allreduce_p.bind(*xs, **options), axes[0])
-
-
-def _lower(ctx: Any, x: Any, *, team: int, op: str, what: str) -> Any:
-    avals = [ctx.avals_in[0], core.abstract_token]
-    target = _ALLREDUCE if number_of_gpu() is None else _ALLREDUCE_ON
-    rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases={0: 0})
-    token = ctx.tokens_in.get(_ORDER)
-    known: dict[str, Any] = {"team": np.int32(team), "op": op, "what": what}
-    if (device := number_of_gpu()) is not None:
-        known["device"] = np.int32(device)
-    y, token = rule(ctx.replace(avals_in=avals, avals_out=avals), x, token, **known)
-    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_ORDER: token})))
-    return [y]
-
-
-for _platform in ("cpu", "cuda"):
-    mlir.register_lowering(_allreduce_p, _lower, platform=_platform)
-
-
 def allreduce(team: Any, x: Any, op: str, what: str) -> jax.Array:
     """Reduce an array over the ranks of a team. Collective; inside `jax.jit` where the program runs.
 
@@ -229,13 +187,23 @@ def allreduce(team: Any, x: Any, op: str, what: str) -> jax.Array:
         team.allreduce(array, op, what)
         return from_numpy(array, x)
     team.settle = jax.effects_barrier  # programs run beside Python: what Python calls next must come after them
-    reduced: jax.Array = _allreduce_p.bind(x, team=team.id, op=op, what=what)
-    return reduced
+    return jax_ordered.allreduce(x, team.id, op, what)
 
 
 def exchange(exchange: Any, x: Any, axis: int, order: Any) -> jax.Array:
     """Return this rank's window of an array that is split among the ranks of a group. Collective."""
     return jax_exchange.exchange(_call, exchange, x, axis, order)
+
+
+def with_borders(*what: Any) -> jax.Array:
+    """Return a convolution of this rank's rows, with what rows of other ranks add to it. Collective."""
+    return jax_exchange.with_borders(_call, *what)
+
+
+def mark(name: str) -> None:
+    """Put a name with the time of now into JAX's profile, if one is being made."""
+    with jax.profiler.TraceAnnotation(name):
+        pass
 
 
 def in_program() -> bool:
@@ -331,12 +299,21 @@ def _on_gpu(
     return results
 
 
-def _start_and_done(plan: int, tensors: Sequence[Any], weight: Any, active: Any) -> list[jax.Array]:
+def _start_and_done(
+    plan: int, tensors: Sequence[Any], weight: Any, active: Any, *, weights: bool = False
+) -> list[jax.Array]:
     if number_of_gpu() is not None:
         wait = functools.partial(_call, _WAIT_ON, others=[], plan=plan)
         return _on_gpu(plan, tensors, weight, active, wait, list)
-    buffers = [_call(_START, [x], [weight, active], plan=plan, tensor=i)[0] for i, x in enumerate(tensors)]
-    return _call(_DONE, buffers, [active], plan=plan)
+    others = [weight, active, *jax_chain.before()]
+    buffers = [_call(_START, [x], others, plan=plan, tensor=i)[0] for i, x in enumerate(tensors)]
+    results = _call(_DONE, buffers, [active], plan=plan)
+    jax_chain.note(results, weights)
+    return results
+
+
+def _gather(plan: int, tensors: Sequence[Any], weight: Any, active: Any) -> list[jax.Array]:
+    return _start_and_done(plan, tensors, weight, active, weights=True)
 
 
 def _start_and_turn(plan: int, tensors: Sequence[Any], weight: Any, active: Any) -> list[jax.Array]:

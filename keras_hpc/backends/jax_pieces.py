@@ -8,6 +8,11 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from keras_hpc.backends import jax_chain
+
+# What no result of a program needs JAX leaves out, on this rank alone.
+LEAVES_OUT_UNUSED = True
+
 
 def _elements(variable: Any, piece: Any) -> jax.Array:
     value = jnp.asarray(variable.value)
@@ -42,3 +47,14 @@ def put_pieces(variable: Any, pieces: Sequence[jax.Array]) -> None:
     """Give a variable the values of all its pieces."""
     value = pieces[0] if len(pieces) == 1 else jnp.concatenate([piece.reshape(-1) for piece in pieces])
     variable.assign(value.reshape(variable.shape))
+
+
+def opaque(tensor: Any) -> jax.Array:
+    """Return a tensor of which XLA does not know how it was computed."""
+    found: jax.Array = jax.lax.optimization_barrier(jnp.asarray(tensor))
+    return found
+
+
+def wait_for_branches(values: Sequence[jax.Array]) -> None:
+    """Let the next plan of a program wait for a `lax.cond` that has returned these values, of which one is new."""
+    jax_chain.note(values, weights=True)

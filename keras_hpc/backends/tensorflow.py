@@ -237,6 +237,17 @@ def exchange(exchange: Any, x: Any, axis: int, order: Any) -> tf.Tensor:
     return tensorflow_exchange.exchange(_ops.khpc_exchange, exchange, x, axis, order)
 
 
+def with_borders(*what: Any) -> tf.Tensor:
+    """Return a convolution of this rank's rows, with what rows of other ranks add to it. Collective."""
+    return tensorflow_exchange.with_borders(_ops.khpc_exchange, *what)
+
+
+def mark(name: str) -> None:
+    """Put a name with the time of now into TensorFlow's profile, if one is being made."""
+    with tf.profiler.experimental.Trace(name):
+        pass
+
+
 def in_program() -> bool:
     """Return whether a graph is being made."""
     return not tf.executing_eagerly()

@@ -6,6 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
+# Calls are made whether or not something needs their results.
+LEAVES_OUT_UNUSED = False
+
 
 def _elements(variable: Any, piece: Any) -> tf.Tensor:
     whole = tf.convert_to_tensor(variable)
@@ -64,3 +67,13 @@ def rows_of_sparse(gradient: tf.IndexedSlices, piece: Any) -> tf.IndexedSlices:
         tf.boolean_mask(gradient.indices, inside) - first,
         tf.constant(piece.shape, gradient.dense_shape.dtype),
     )
+
+
+def opaque(tensor: Any) -> Any:
+    """Return a tensor of which the optimizer of TensorFlow's graphs does not know how it was computed."""
+    if hasattr(tensor, "dense_shape"):
+        return tf.IndexedSlices(opaque(tensor.values), tensor.indices, tensor.dense_shape)
+    tensor = tf.convert_to_tensor(tensor)
+    if tf.executing_eagerly():
+        return tensor
+    return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)

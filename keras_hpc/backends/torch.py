@@ -104,9 +104,11 @@ def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = 
 def _reduce_on(plan: Any, tensors: Sequence[torch.Tensor], weight: float) -> list[torch.Tensor]:
     copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in tensors]
     stream = stream_of(plan.device)
+    plan.kept = plan.kept, copies  # an interrupt between two starts leaves them to the engine, until the plan ends
     for index, copy in enumerate(copies):
         plan.start_on(index, copy.data_ptr(), copy.nbytes, weight, stream)
     plan.wait_on(stream)
+    plan.kept = None
     return copies
 
 
@@ -153,6 +155,13 @@ def allreduce(team: Any, x: Any, op: str, what: str) -> torch.Tensor:
     copy = x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     team.allreduce(view(copy), op, what)
     return copy.to(x.device)
+
+
+def mark(name: str) -> None:
+    """Put a name with the time of now into PyTorch's profile, if one is being made."""
+    if torch.autograd._profiler_enabled():
+        with torch.profiler.record_function(name):
+            pass
 
 
 def in_program() -> bool:

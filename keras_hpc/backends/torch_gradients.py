@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from keras_hpc.backends.torch_tensors import dtype_of, from_numpy, gpu, number_of, stream_of, tensor_of
+from keras_hpc.backends.torch_tensors import (
+    dtype_of,
+    from_numpy,
+    gpu,
+    number_of,
+    stream_of,
+    tensor_of,
+    use_on_this_stream,
+)
 
 
 class Gradients:
@@ -140,15 +148,34 @@ class Gradients:
 class DeviceGradients(Gradients):
     """Gradients on a GPU, reduced from there: hooks only queue what is to be done, and means come back in their place.
 
-    A gradient is copied to the host after what its stream has been given so far, while backward goes on.
+    A gradient is copied to the host after what its stream has been given so far, while backward goes on. Its tensor is
+    held here until the wait: the engine's own streams, of which PyTorch's allocator does not know, read and write it.
+    After an error the engine has waited for them, so that it may go.
     """
+
+    def __init__(self, plan: Any) -> None:
+        super().__init__(plan)
+        self._started_on: dict[int, int] = {}
 
     def _start(self, index: int, gradient: torch.Tensor, weight: float) -> torch.Tensor:
         with torch.no_grad():
             own = (gradient.to_dense() if gradient.is_sparse else gradient).contiguous()
         # In a hook this is the stream of the gradient's own backward operation.
-        self.plan.start_on(index, own.data_ptr(), own.nbytes, weight, stream_of(self.plan.device))
+        self._started_on[index] = stream = stream_of(self.plan.device)
+        self.plan.start_on(index, own.data_ptr(), own.nbytes, weight, stream)
         return own
+
+    def _complete(self, weight: Any, flag: float) -> dict[int, torch.Tensor]:
+        given, started_on = self._given, self._started_on
+        self._started_on = {}
+        super()._complete(weight, flag)
+        # Now only this thread's stream waits for the copies back. What was made on another one would, once nobody holds
+        # it any more, be memory for the next tensor of that other stream at once, which waits for nothing.
+        stream = stream_of(self.plan.device)
+        for index, own in given.items():
+            if started_on[index] != stream:
+                use_on_this_stream(own)
+        return given
 
     def _start_zeros(self, index: int, weight: float) -> None:
         self.plan.start_zeros(index, weight)

@@ -8,6 +8,9 @@ import torch
 
 from keras_hpc.backends.torch_tensors import dtype_of
 
+# Calls are made whether or not something needs their results.
+LEAVES_OUT_UNUSED = False
+
 
 def _elements(variable: Any) -> torch.Tensor:
     """Return all elements of a variable on one axis, in its own memory."""

@@ -26,6 +26,11 @@ def stream_of(device: int) -> int:
     return handle
 
 
+def use_on_this_stream(x: torch.Tensor) -> None:
+    """Let PyTorch keep a tensor's memory, when it is freed, until this thread's stream has come to its end of now."""
+    x.record_stream(torch.cuda.current_stream(x.device))
+
+
 def from_numpy(array: np.ndarray, like: Any) -> torch.Tensor:
     """Return a tensor with NumPy's memory where that is possible, on the device of `like`."""
     if array.dtype.name == "bfloat16":

@@ -73,6 +73,8 @@ class Known:
 
     Attributes:
         teams: the number of the team that a model or optimizer was assigned to.
+        clipped: who stands for the optimizer of variables whose gradients are clipped before it gets them, by the ids
+            of the variables.
         gone: the keys of those that do not exist any more.
     """
 
@@ -84,6 +86,7 @@ class Known:
         self._local_layers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._moves = itertools.count(1)
+        self.clipped: dict[tuple[int, ...], Any] = {}
         self.gone: list[str] = []
 
     def model(self, model: Any) -> ModelState:

@@ -6,23 +6,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from keras_hpc import _native
-from keras_hpc.job import log
+from keras_hpc.job import log, nccl, tuning_cache
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a plan: its name, shape and dtype ("float32", ...), and which rank alone gives it, if one does."""
+    """One tensor of a plan.
+
+    Attributes:
+        name: the same on all ranks.
+        shape: of the tensor.
+        dtype: "float32", ...
+        giver: which rank alone gives it, if one does.
+        takers: which ranks alone need its elements, each up to `(end, rank)`, one after the other, cut at multiples of
+            64 bytes. Other ranks find any numbers there. Empty: all ranks need all.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     giver: int | None = None
+    takers: tuple[tuple[int, int], ...] = ()
 
     def misfit(self, shape: Sequence[Any], dtype: str) -> ValueError:
         """Return what to raise for a tensor of another shape or dtype."""
@@ -61,8 +71,9 @@ class Plan:
         buckets = team.bucket_bytes or 0
         specs = [(t.name, t.dtype, math.prod(t.shape)) for t in tensors]
         givers = [t.giver for t in tensors if t.giver is not None]
+        takers = [list(t.takers) for t in tensors] if any(t.takers for t in tensors) else []
         self._native = team.native.plan(
-            key, specs, op, weighted, wire_dtype or "", in_segment, pipelined, buckets, givers
+            key, specs, op, weighted, wire_dtype or "", in_segment, pipelined, buckets, givers, takers
         )
         self.name = key
         self.id: int = self._native.id
@@ -73,6 +84,11 @@ class Plan:
         self.pipelined = pipelined
         self.device: int | None = None
         self.kept: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its tensors together."""
+        return sum(math.prod(t.shape) * dtype_of(t.dtype).itemsize for t in self.tensors)
 
     @property
     def is_idle(self) -> bool:
@@ -89,6 +105,16 @@ class Plan:
             CommunicationError: the GPU cannot be used, or not enough memory be pinned; on this rank alone.
         """
         self._native.open_device(ordinal)
+        self.device = ordinal
+
+    def open_nccl(self, ordinal: int, number: bytes) -> None:
+        """The same, reduced by NCCL from GPU to GPU of a node. Collective.
+
+        Args:
+            ordinal: as for `open_device`.
+            number: what `keras_hpc.job.nccl.agree` returned.
+        """
+        self._native.open_nccl(ordinal, number)
         self.device = ordinal
 
     def close_device(self) -> None:
@@ -154,8 +180,8 @@ class Plan:
 
     def end(self) -> None:
         """Frees the plan's memory. On every rank, between steps; nobody may start it again."""
-        self.kept = None  # it may hold the plan
         self._native.end()
+        self.kept = None  # it may hold the plan, and what the engine was still reading
 
     def set_schedule(self, synchronous: int, pipelined: int) -> None:
         """Of a pipelined plan: so many steps from now are synchronous, so many then pipelined, the rest synchronous."""
@@ -222,18 +248,28 @@ def open_device(plan: Plan, device: int) -> None:
     if plan.is_idle:
         plan.device = device
         return
-    problem = ""
+    if tuning_cache.way_on_devices(team.native, plan.nbytes) == "nccl":
+        problem = _try_on_all(plan, lambda: plan.open_nccl(device, nccl.agree(plan, device)))
+        if not problem:
+            return
+        if team.rank == 0:
+            log.info(f"NCCL does not reduce the tensors of '{plan.name}', which are staged; {problem}")
+    problem = _try_on_all(plan, lambda: plan.open_device(device))
+    if problem and team.rank == 0:
+        log.info(f"the tensors of '{plan.name}' are copied to the host while nothing else is done; {problem}")
+
+
+def _try_on_all(plan: Plan, opening: Callable[[], None]) -> str:
+    """Open a plan's device; where one rank cannot, close it on all, and return why, with that rank."""
+    team, problem = plan.team, ""
     try:
-        plan.open_device(device)
-    except _native.Error as error:
-        problem = f"rank {team.ranks[team.rank]}: {error}"
+        opening()
+    except (_native.Error, MemoryError) as error:
+        problem = f"rank {team.ranks[team.rank]}: {error or type(error).__name__}"
     problems = [text for text in team.allgather_object(problem, "open_device") if text]
-    if not problems:
-        return
-    if plan.device is not None:
+    if problems and plan.device is not None:
         plan.close_device()
-    if team.rank == 0:
-        log.info(f"the tensors of '{plan.name}' are copied to the host while nothing else is done; {problems[0]}")
+    return problems[0] if problems else ""
 
 
 @functools.cache

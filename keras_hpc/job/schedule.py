@@ -92,8 +92,12 @@ class Schedule:
         """Whether there are pipelined steps."""
         return self.kind == "pipelined"
 
-    def window(self, steps: int | None) -> tuple[int, int]:
+    def window(self, steps: int | None, done: int = 0) -> tuple[int, int]:
         """Return how many of a training's `steps` are synchronous at its start, and how many then are not.
+
+        Args:
+            steps: of the whole training; None if nobody knows.
+            done: how many of them are over; those that are left are counted.
 
         Raises:
             ValueError: that depends on the number of steps, and it is None.
@@ -105,9 +109,11 @@ class Schedule:
                     "Fractions of the training, and a cool-down at its end, need its number of steps, which the data "
                     "do not tell. Expected keras_hpc.configure_team(..., max_steps=...). Received: max_steps=None"
                 )
-            return int(first), 2**62
-        counts = [round(x * steps) if isinstance(x, float) else min(int(x), steps) for x in (first, last)]
-        return counts[0], max(0, steps - sum(counts)) if last else 2**62
+            begin, length = int(first), 2**62
+        else:
+            begin, end = (round(x * steps) if isinstance(x, float) else min(int(x), steps) for x in (first, last))
+            length = max(0, steps - begin - end) if last else 2**62
+        return max(0, begin - done), max(0, length - max(0, done - begin))
 
 
 def _is_count(value: Any, least: int) -> bool:

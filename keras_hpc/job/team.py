@@ -321,10 +321,10 @@ class Team:
         self._settle()
         if self.selection_key:
             tuning_cache.save(self.native, self.rank, self.selection_key)
-        for plan in self._plans.values():
-            plan.kept = None  # it may hold the plan
-        self._plans.clear()
         self.native.close()
+        for plan in self._plans.values():
+            plan.kept = None  # it may hold the plan, and what the engine was still reading
+        self._plans.clear()
         if self.comm is not None:
             self.comm.Free()
 

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ import numpy as np
 from keras_hpc import _native
 from keras_hpc.job import launch, log, trace_file
 from keras_hpc.job.current import Job
+from keras_hpc.job.plan import bytes_of
 
 _PERIOD_SECONDS = 0.5  # from write to write
-_ROUNDS = 10  # of messages that compare two clocks
+_ROUNDS = 10  # in which clocks are compared
 _SWITCH = "record"  # a file: while it is there, ranks record
 
 _recording: Recording | None = None
@@ -50,6 +51,7 @@ class Recording:
         self.folder = path.with_name(f"{path.name}.parts") / run
         self.folder.mkdir(parents=True, exist_ok=True)
         self.part = trace_file.part(self.folder, job.rank)
+        self.rank, self.offset = job.rank, offset
         self.is_on = False
         self.steps: collections.deque[tuple[str, float, float]] = collections.deque()
         self._job = job
@@ -112,12 +114,12 @@ class Recording:
         events = _native.take_trace()
         if not steps and not events:
             return
-        line: dict[str, Any] = {"steps": steps, "events": events}
+        line: dict[str, Any] = {"steps": steps}
         plans = [plan for plan in _plans(self._job) if (plan["team"], plan["name"]) not in self._known]
         if plans:
             line["plans"] = plans
             self._known |= {(plan["team"], plan["name"]) for plan in plans}
-        trace_file.append(self._descriptor, line)
+        trace_file.append(self._descriptor, line, events)
 
     def close(self) -> None:
         """Write the rest."""
@@ -164,12 +166,18 @@ def recording() -> Recording | None:
 
 
 @contextlib.contextmanager
-def step(name: str) -> Iterator[None]:
-    """Record a step of a model. JAX may end the call of a step before it ends the step."""
+def step(name: str, mark: Callable[[str], None]) -> Iterator[None]:
+    """Record a step of a model. JAX may end the call of a step before it ends the step.
+
+    Args:
+        name: of the step.
+        mark: puts a name into the framework's own profile, so that `keras-hpc trace --profile` knows its clock.
+    """
     if _recording is None or not _recording.is_on:
         yield
         return
     writer, begin = _recording, time.monotonic()  # the engine's clock
+    mark(trace_file.mark(writer.rank, begin + writer.offset))
     yield
     writer.steps.append((name, begin, time.monotonic()))
 
@@ -215,27 +223,20 @@ def _offset(job: Job) -> float:
 
     The answer that took the shortest way is the best one (Cristian, "Probabilistic clock synchronization", 1989).
     """
-    if job.node_count == 1 or job.comm is None:
+    if job.node_count == 1:
         return 0.0
-    comm = job.comm.Dup()
+    team = job.teams[0]
     clock = np.zeros(1)
     best, offset = math.inf, 0.0
-    if job.rank == 0:
-        for rank in range(1, job.size):
-            for _ in range(_ROUNDS):
-                comm.Recv(clock, source=rank)
-                clock[0] = time.monotonic()
-                comm.Send(clock, dest=rank)
-    else:
-        for _ in range(_ROUNDS):
-            begin = time.monotonic()
-            comm.Send(clock, dest=0)
-            comm.Recv(clock, source=0)
-            took = time.monotonic() - begin
-            if took < best:
-                best, offset = took, float(clock[0]) - (begin + took / 2)
-    comm.Free()
-    return offset
+    for _ in range(_ROUNDS):
+        begin = time.monotonic()
+        team.barrier()  # rank 0 leaves it, and reads its clock, after this rank has come
+        clock[0] = time.monotonic()
+        team.native.broadcast(bytes_of(clock), 0)
+        took = time.monotonic() - begin
+        if took < best:
+            best, offset = took, float(clock[0]) - (begin + took / 2)
+    return 0.0 if job.rank == 0 else offset
 
 
 def _plans(job: Job) -> list[dict[str, Any]]:

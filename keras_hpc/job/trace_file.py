@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 SUFFIX = ".jsonl.gz"
 _CALLS = ("start", "wait")
+MARK = re.compile(r"keras_hpc rank (\d+) clock ([\d.]+)")
 
 
 class TraceError(ValueError):
@@ -27,13 +29,26 @@ def part(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank:06d}{SUFFIX}"
 
 
-def append(descriptor: int, line: dict[str, Any]) -> None:
+def mark(rank: int, seconds: float) -> str:
+    """Return the name of an event of a framework's profile that tells the time by the clock of rank 0, as `MARK`."""
+    return f"keras_hpc rank {rank} clock {seconds:.9f}"
+
+
+def append(descriptor: int, line: dict[str, Any], events: bytes = b"") -> None:
     """Write a line, past any buffer: a forked child must not write it again.
+
+    Args:
+        descriptor: of the rank's file.
+        line: what it has.
+        events: its "events", a list in JSON already.
 
     Raises:
         OSError: it could not be written whole.
     """
-    data = memoryview(gzip.compress(json.dumps(line, separators=(",", ":")).encode() + b"\n", 1))
+    text = json.dumps(line, separators=(",", ":")).encode()
+    if events:
+        text = b'%b,"events":%b}' % (text[:-1], events)
+    data = memoryview(gzip.compress(text + b"\n", 1))
     while data:
         data = data[os.write(descriptor, data) :]
 
@@ -140,7 +155,7 @@ class _Rows:
         process = {"ph": "M", "pid": self._rank}
         yield {"name": "process_name", **process, "args": {"name": f"rank {self._rank}"}}
         yield {"name": "process_labels", **process, "args": {"labels": host}}
-        yield {"name": "process_sort_index", **process, "args": {"sort_index": self._rank}}
+        yield {"name": "process_sort_index", **process, "args": {"sort_index": 10 * self._rank}}
         for place, ((team, what, which), row) in enumerate(sorted(self._rows.items())):
             name = (what if team < 0 else f"team {team} {what}") + (f", {which + 1}" if which else "")
             yield {"name": "thread_name", **process, "tid": row, "args": {"name": name}}

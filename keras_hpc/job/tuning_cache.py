@@ -2,7 +2,8 @@
 """Which way an allreduce takes: measured by the engine, kept for the next job, or given by the user.
 
 `KERAS_HPC_ALLREDUCE` overrides it, by ranges of sizes: `private:0-1Ki=slot,1Ki-=staged;segment:0-=push` for arrays, and
-`network:0-64Ki=recursive_doubling,64Ki-=ring` for what each rank sends to other nodes, of arrays and gradients.
+`network:0-64Ki=recursive_doubling,64Ki-=ring` for what each rank sends to other nodes, of arrays and gradients; and
+`device:1Mi-=nccl` for plans with tensors on GPUs, by their bytes, which is not measured: they are staged otherwise.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _WAYS = {
     "private": ("slot", "staged", "library"),
     "segment": ("slot", "push", "staged", "library"),
     "network": ("recursive_doubling", "rabenseifner", "ring", "pairwise", "radix_k", "library"),
+    "device": ("staged", "nccl"),
 }
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _SLOT_BYTES = 64 << 10
@@ -70,6 +72,12 @@ def known(team: _native.Team) -> list[Choice]:
     return [list(choice) for choice in reversed(team.choices())]
 
 
+def way_on_devices(team: _native.Team, nbytes: int) -> str:
+    """Return how a plan of so many bytes is reduced whose tensors are on GPUs: "staged" or "nccl"."""
+    fitting = [way for place, begin, end, way in known(team) if place == "device" and begin <= nbytes < end]
+    return str(fitting[-1]) if fitting else "staged"
+
+
 def key_of(world: launch.World) -> str:
     """Return a name for jobs that may share their measurements: same first host, MPI, shape and cores of a rank."""
     about = [platform.node(), launch.mpi_version(world), world.node_of_rank, len(os.sched_getaffinity(0))]
@@ -106,7 +114,8 @@ def parse(text: str) -> list[Choice]:
                 raise ValueError(
                     f"{VARIABLE} names a way for each range of sizes. Expected for example 'private:0-1Ki=slot,"
                     f"1Ki-=staged;segment:0-=push;network:0-=ring' with the ways {', '.join(_WAYS['segment'])} "
-                    f"for arrays and {', '.join(_WAYS['network'])} between nodes. Received: {part!r}"
+                    f"for arrays, {', '.join(_WAYS['network'])} between nodes, and {' and '.join(_WAYS['device'])} for "
+                    f"'device'. Received: {part!r}"
                 )
             begin = int(match[1]) * _UNITS[match[2] or ""]
             end = int(match[3]) * _UNITS[match[4] or ""] if match[3] else _ANY

@@ -21,6 +21,7 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
+from keras_hpc.job.schedule import Schedule
 from keras_hpc.keras_hooks import running
 from keras_hpc.keras_hooks import variables as model_variables
 
@@ -168,25 +169,10 @@ def apply_accumulated(
     optimizer._iterations.assign(before + 1)
 
 
-def plan_schedule(model: Any, total: int | None, done: int = 0) -> None:
-    """Tells the engine which of a `fit`'s steps are pipelined.
-
-    Args:
-        model: the model that trains.
-        total: steps of the whole `fit`; None if nobody knows.
-        done: how many of them an earlier process made.
-
-    Raises:
-        ValueError: the schedule needs the number of steps, and nobody knows it.
-    """
-    schedule = current.team_of(model).schedule
-    if not schedule.pipelined or model.optimizer is None:
-        return
-    steps = schedule.max_steps if total is None else total
+def set_window(model: Any, schedule: Schedule, steps: int | None, done: int) -> None:
+    """Tell the engine which of a training's updates are pipelined; see `Schedule.window`."""
     accumulation = _accumulation(model.optimizer)
-    first, length = schedule.window(None if steps is None else steps // accumulation)
-    done //= accumulation
-    window = (max(0, first - done), max(0, length - max(0, done - first)))
+    window = schedule.window(None if steps is None else steps // accumulation, done // accumulation)
     known = current.job().known
     for optimizer in _with_held(model.optimizer):
         known.optimizer(optimizer).window = window

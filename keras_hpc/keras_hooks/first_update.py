@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_hpc import backends
 from keras_hpc.job import current, log
@@ -19,11 +20,17 @@ def warn_of_equal_gradients(team: Any, gradients: Sequence[Any]) -> None:
     job = current.job()
     if team.size == 1 or "equal gradients" in job.said:
         return
-    known = [gradient for gradient in gradients if gradient is not None and not hasattr(gradient, "dense_shape")]
-    if not known or any(map(backends.current().is_traced, known)):
+    gradients = [gradient for gradient in gradients if not hasattr(gradient, "dense_shape")]
+    known = [index for index, gradient in enumerate(gradients) if gradient is not None]
+    if not gradients or any(backends.current().is_traced(gradients[index]) for index in known):
+        return
+    digests = np.zeros((len(gradients), model_variables.DIGEST_BYTES), np.uint8)  # one rank alone may have none
+    if known:
+        digests[known] = model_variables.digests([gradients[index] for index in known])
+    everyone = team.allgather(digests[None])
+    if not everyone.any():
         return
     job.said.add("equal gradients")
-    everyone = team.allgather(model_variables.digests(known)[None])
     if (everyone == everyone[0]).all() and team.rank == 0:
         log.warning(
             "All ranks have computed the same gradients: in a training loop of your own, each reads all of the data. "

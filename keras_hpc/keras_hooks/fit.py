@@ -254,6 +254,8 @@ def _open_data(original: Method) -> Method:
             team = current.team_of(call.model)
             shard = sharding.adapter_for if job.shard else sharding.check_steps
             adapter = shard(job, team, call, bound.arguments)
+            if job.group is not None:
+                parts.check_same_samples(call.model, sharding.first_samples(bound.arguments, adapter))
             if adapter is not None:
                 shared = ("y", "sample_weight", "class_weight", "batch_size")
                 bound.arguments.update(dict.fromkeys(shared), x=adapter, shuffle=False)
@@ -321,12 +323,15 @@ def _begin_together(call: running.Call, callbacks: Any) -> None:
             any(map(root_only.may_stop, callbacks.callbacks)),
             epoch,
             not replicas.was_synchronized(model),
+            replicas.has_waiting_gradients(model),
         ],
         np.int64,
     )
     team.allreduce(message, op="max")
     end_period = local_steps.forget_period if message[3] else settling.settle
     end_period(model)  # a loop of the user's own may have left it apart, and somebody may have loaded weights since
+    if message[4]:
+        replicas.average_waiting_gradients(model)
     call.agree_each_batch = bool(message[1])
     model._initial_epoch = None if message[2] < 0 else int(message[2])
     left = call.epochs - max(model._initial_epoch or 0, call.initial_epoch)

@@ -8,12 +8,14 @@ from typing import Any
 
 from keras_hpc.keras_hooks import (
     building,
+    clipping,
     earlier_traces,
     fit,
     losses,
     metrics,
     normalization,
     optimizer,
+    part_losses,
     parts,
     replicas,
     saving,
@@ -21,6 +23,7 @@ from keras_hpc.keras_hooks import (
     torch_optim,
 )
 from keras_hpc.keras_hooks.checkpoint.loops import Checkpoints
+from keras_hpc.keras_hooks.sharded import opaque
 from keras_hpc.keras_hooks.sharded import update as sharded_update
 from keras_hpc.keras_hooks.sharded import whole as sharded_whole
 from keras_hpc.keras_hooks.virtual.states import States
@@ -78,13 +81,16 @@ def install(job: Any) -> None:
             building,
             losses,
             normalization,
+            opaque,
             sharded_update,
             sharded_whole,
             optimizer,
             torch_optim,
+            clipping,
             metrics,
             saving,
             parts,
+            part_losses,
             fit,
         ):
             part.install(job, _patcher)

@@ -46,6 +46,7 @@ BACKEND_TRAINERS = {
 REQUIRED = [
     f"{OPTIMIZER}.__init__",
     f"{OPTIMIZER}.apply",
+    f"{OPTIMIZER}._backend_update_step",
     f"{OPTIMIZER}._clip_gradients",
     f"{LOSS_SCALE_OPTIMIZER}.apply",
     f"{LOSS_SCALE_OPTIMIZER}.stateless_apply",

@@ -21,6 +21,7 @@ from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.local_plan import ANCHOR, EXCHANGE, LAST, SYNCHRONOUS, LocalPlan, State
 from keras_hpc.job.plan import TensorSpec
+from keras_hpc.job.schedule import Schedule
 from keras_hpc.keras_hooks import local_states, replicas, running
 from keras_hpc.keras_hooks import variables as model_variables
 
@@ -165,7 +166,7 @@ def _line_of(team: Any, optimizer: Any, weights: Sequence[Any], key: str) -> Loc
         )
     _refuse(optimizer, weights)
     schedule = team.schedule
-    window = known.window or _window(team, optimizer, schedule.max_steps)
+    window = known.window or _window(schedule, optimizer, schedule.max_steps)
     slots = [slot for slot in model_variables.slots_of(optimizer) if id(slot) not in local]
     tensors = [*weights, *slots] if schedule.local.average_optimizer else weights
     period = 0 if schedule.local.every == "epoch" else schedule.local.every * _accumulation(optimizer)
@@ -214,40 +215,25 @@ def _accumulation(optimizer: Any) -> int:
     return max(one.gradient_accumulation_steps or 1 for one in model_variables.with_held(optimizer))
 
 
-def _window(team: Any, optimizer: Any, steps: int | None) -> tuple[int, int]:
-    schedule, accumulation = team.schedule, _accumulation(optimizer)
+def _window(schedule: Schedule, optimizer: Any, steps: int | None, done: int = 0) -> tuple[int, int]:
+    accumulation = _accumulation(optimizer)
     if accumulation > 1 and (schedule.synchronous_steps or schedule.cooldown_steps):
         raise ValueError(
             "With gradient accumulation all steps of a local schedule are local. Expected no synchronous_steps and no "
             f"cooldown_steps. Received: gradient_accumulation_steps={accumulation}"
         )
-    window: tuple[int, int] = schedule.window(steps)
-    return window
+    return schedule.window(steps, done)
 
 
 # ---- what `fit` and its like do
 
 
-def plan_schedule(model: Any, total: int | None, done: int = 0) -> None:
-    """Tells the engine which of a `fit`'s steps are local.
-
-    Args:
-        model: the model that trains.
-        total: steps of the whole `fit`; None if nobody knows.
-        done: how many of them an earlier process made.
-
-    Raises:
-        ValueError: the schedule needs the number of steps, and nobody knows it.
-    """
-    team = current.team_of(model)
-    if team.schedule.local is None or model.optimizer is None:
-        return
-    first, length = _window(team, model.optimizer, team.schedule.max_steps if total is None else total)
-    window = (max(0, first - done), max(0, length - max(0, done - first)))
+def set_window(model: Any, schedule: Schedule, steps: int | None, done: int) -> None:
+    """Tell the engine which of a training's steps are local; see `Schedule.window`."""
     known = current.job().known.optimizer(model.optimizer)
-    known.window = window
+    known.window = _window(schedule, model.optimizer, steps, done)
     if isinstance(known.local, LocalWeights):
-        known.local.plan.set_schedule(*window)
+        known.local.plan.set_schedule(*known.window)
 
 
 def is_apart(model: Any) -> bool:

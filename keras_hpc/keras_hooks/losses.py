@@ -28,7 +28,7 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.keras_hooks import keras_private, parts, running, variables
+from keras_hpc.keras_hooks import keras_private, part_losses, running, variables
 
 _TOLERANCE = 0.02  # of a ratio that is 1 or 2 but for rounding
 _NOISY = 0.3  # where layers draw random numbers
@@ -48,7 +48,7 @@ def install(job: Any, patcher: Any) -> None:
             dtype: Any = None,
         ) -> Any:
             loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
-            step, share = running.step(), parts.share_of_loss(values, reduction)
+            step, share = running.step(), part_losses.share_of_loss(values, reduction)
             if not _exchanges(step):
                 if share is None:
                     return loss
@@ -295,7 +295,9 @@ def _share(step: running.Step, divisor: Any) -> Any:
     (total,) = _sum(step, keras.ops.stack([count, mine]))
     # Of sums of outputs that several ranks have alike, each has the same.
     of_divisor = (
-        1.0 / parts.copies_of_loss(current.team_of(step.model)) if divided else keras.ops.divide_no_nan(mine, total[1])
+        1.0 / part_losses.copies_of_loss(current.team_of(step.model))
+        if divided
+        else keras.ops.divide_no_nan(mine, total[1])
     )
     return keras.ops.where(has_samples, of_divisor * keras.ops.divide_no_nan(total[0], count), 1.0)
 

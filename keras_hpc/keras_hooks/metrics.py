@@ -17,7 +17,7 @@ import numpy as np
 
 from keras_hpc import backends
 from keras_hpc.job import current, log
-from keras_hpc.keras_hooks import keras_private, parts
+from keras_hpc.keras_hooks import keras_private, part_losses
 
 _SAID = "_keras_hpc_aggregation"  # on a variable whose aggregation the user has chosen
 _OWN = "_keras_hpc_own"  # on a variable that holds the ranks' merged state: this rank's, and the merged one
@@ -148,7 +148,7 @@ def reduce_metrics(model: Any, team: Any, extra: list[float]) -> np.ndarray:
     _warn_of_unknown(model, merging)
     arrays = [own[id(variable)] for variable in variables]
     values_of = [array.reshape(-1).astype(np.float64) for array in arrays]
-    counting = parts.counting_ranks(model, team)
+    counting = part_losses.counting_ranks(model, team)
     for variable, part in zip(variables, values_of, strict=True):
         if team.rank not in counting or (variable.aggregation == "only_first_replica" and team.rank > 0):
             part[:] = 0

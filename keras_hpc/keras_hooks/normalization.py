@@ -152,7 +152,8 @@ def _sum(team: Any, key: str, numbers: Any, weight: Any) -> Any:
         def gradient(*arguments: Any, upstream: Any = None) -> Any:
             if upstream is None:  # PyTorch names it, and has others before it
                 (upstream,) = arguments
-            (owed,) = reduce(backward, [upstream * weight])
+            # Of a rank without samples it may be NaN.
+            (owed,) = reduce(backward, [ops.where(weight > 0, upstream * weight, ops.zeros_like(upstream))])
             return ops.where(weight > 0, owed / ops.maximum(weight, 1e-12), 0.0), ops.zeros_like(weight)
 
         return reduce(forward, [numbers])[0], gradient

@@ -25,6 +25,7 @@ from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
 from keras_hpc.keras_hooks import delayed, first_update, keras_private, local_steps, running
 from keras_hpc.keras_hooks import variables as model_variables
+from keras_hpc.keras_hooks.sharded import takers
 from keras_hpc.keras_hooks.virtual import guards
 
 
@@ -87,7 +88,7 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         if (trial := running.trial()) is not None:
             given = signature.bind(self, *args, **kwargs).arguments
-            trial.append(list(given["grads"]))
+            trial.gradients.append(list(given["grads"]))
             values = tuple(given.get(name) for name in ("trainable_variables", "optimizer_variables"))
             return values if original.__name__ == "stateless_apply" else None
         if not current.active():
@@ -250,7 +251,8 @@ def reduce_gradients(
         plan, means = plan_in_segment(optimizer, gradients, variables)
         _replace(result, means, backend.gradients_of(plan).reduce([gradients[i] for i in means], count))
     elif means:
-        specs = [_spec(i, gradients[i], variables) for i in means]
+        needed = takers.of_gradients(optimizer, variables)
+        specs = [_spec(i, gradients[i], variables, needed) for i in means]
         plan = team.plan(key_of(optimizer), specs, wire_dtype=team.wire_dtype)
         _replace(result, means, backend.reduce(plan, [gradients[i] for i in means], weight=count, active=due))
     if maxima:
@@ -275,11 +277,13 @@ def plan_in_segment(optimizer: Any, gradients: Sequence[Any], variables: Sequenc
     team = current.team_of(_applying.optimizer or optimizer)
     known = current.job().known.optimizer(optimizer).in_segment
     # Asked for in every step, as PyTorch traces none. An optimizer keeps its variables, so their ids are not reused.
-    key = (team.id, *map(id, variables), *(gradient is not None and gradient.dtype for gradient in gradients))
+    alone = takers.can_be(optimizer)
+    key = (team.id, alone, *map(id, variables), *(gradient is not None and gradient.dtype for gradient in gradients))
     if not variables or key not in known:
         extremes = _overwriting(variables)
         means = [index for index in reversed(range(len(gradients))) if index not in extremes]
-        specs = [_spec(index, gradients[index], variables) for index in means]
+        needed = takers.of_gradients(optimizer, variables) if alone else None
+        specs = [_spec(index, gradients[index], variables, needed) for index in means]
         specs.append(TensorSpec("which of them came", (len(means),), "float32"))
         device = backends.current().device_of(variables or gradients)
         plan = team.plan(key_of(optimizer), specs, wire_dtype=team.wire_dtype, in_segment=True, device=device)
@@ -292,11 +296,11 @@ def _replace(values: list[Any], indices: Sequence[int], new: Sequence[Any]) -> N
         values[index] = value
 
 
-def _spec(index: int, gradient: Any, variables: Sequence[Any]) -> Any:
+def _spec(index: int, gradient: Any, variables: Sequence[Any], needed: Sequence[Any] | None = None) -> Any:
     owner = variables[index] if variables else gradient
     name = running.plain_name(owner) if variables else "accumulated gradient"
     dtype = keras.backend.standardize_dtype((owner if gradient is None else gradient).dtype)
-    return TensorSpec(f"{index}: {name}", tuple(owner.shape), dtype)
+    return TensorSpec(f"{index}: {name}", tuple(owner.shape), dtype, takers=() if needed is None else needed[index])
 
 
 def _overwriting(variables: Sequence[Any]) -> set[int]:

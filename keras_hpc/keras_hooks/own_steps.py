@@ -4,7 +4,8 @@
 With `init(batch="global")` they must, but a `train_step` or `compute_loss` of the user's own does not say whether its
 loss is a mean or a sum over samples. So the step is tried before training, without updating anything: on made-up
 samples, as one of two ranks that both have them, and on the same samples twice, as one rank that has all of them. Its
-gradients must be the same.
+gradients must be the same. And if gradients were very large where they are computed, the optimizer must get as large
+ones: a step that clips them clips those of each rank, where one rank clips their mean (see clipping.py).
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ import keras
 import numpy as np
 
 from keras_hpc import backends
-from keras_hpc.job import current
-from keras_hpc.keras_hooks import keras_private, running, seeds, variables
+from keras_hpc.job import current, log
+from keras_hpc.keras_hooks import clipping, keras_private, running, seeds, variables
 
 _ROWS = 4
 _UNKNOWN_LENGTH = 8  # of axes whose length is not known
 _TOLERANCE = 0.02  # of a ratio that is 1 but for rounding
 # Where a step draws random numbers, a mean over twice the samples is up to sqrt(2) times smaller, and so is a sum.
-_NOISY_SUM = 1.2, 2.4
-_DRAWS = 16
+_NOISY_SUM = 1.2, 3.0
+_DRAWS, _MOST_DRAWS = 16, 512
+_SURE = 4  # standard errors between a ratio and the limits above, so that chance gives no verdict
+_LARGE = 2.0**16  # times the gradients of made-up samples, any limit is exceeded
 _FINE, _UNKNOWN, _NEITHER, _SUM = range(4)
 
 
@@ -75,11 +78,16 @@ def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     else:
         batch = next(batches)
         batches = itertools.chain([batch], batches)
-    verdict, ratio = _verdict(model, rest, batch)
-    everyone = np.array([verdict, ratio], np.float64)
+    everyone = np.array(_verdict(model, rest, batch), np.float64)
     team = current.team_of(model)
     team.allreduce(everyone, op="max")
     _report(model, int(everyone[0]), everyone[1])
+    if everyone[2] and team.rank == 0:
+        log.warning(
+            f"`{type(model).__name__}.train_step()` limits gradients before the optimizer gets them: each rank its "
+            "own, where one rank would limit their mean. For the numbers of one rank give the optimizer `clipnorm`, "
+            "`global_clipnorm` or `clipvalue`, or take the mean first: gradients = keras_hpc.allreduce(gradients)"
+        )
     return (*rest, batches)
 
 
@@ -97,33 +105,50 @@ def _report(model: Any, verdict: int, ratio: float) -> None:
         )
 
 
-def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float]:
-    """Return what the step does, and the ratio that says so."""
+def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool]:
+    """Return what the step does, the ratio that says so, and whether it limits gradients."""
     if not all(layer.built for layer in model._flatten_layers()):
-        return _UNKNOWN, 0.0
+        return _UNKNOWN, 0.0, False
     try:
         samples = keras.tree.map_structure(_made_up, batch)
         twice = keras.tree.map_structure(lambda x: np.concatenate([x, x]) if np.ndim(x) else x, samples)
         with seeds.kept(), _restored(model):
-            draws = _DRAWS if variables.seed_generators(model) else 2
-            one_of_two = _norms(model, rest, samples, _twin(model), draws)
-            noisy = bool((one_of_two != one_of_two[0]).any())
-            if noisy and draws < _DRAWS:  # random numbers that no layer draws
-                one_of_two = _norms(model, rest, samples, _twin(model), _DRAWS)
-            alone = _norms(model, rest, twice, None, len(one_of_two))
+            trials = _norms(model, rest, samples, _twin(model)), _norms(model, rest, twice, None)
+            first = _DRAWS if variables.seed_generators(model) else 2
+            one_of_two, alone = (_take(trial, first) for trial in trials)
+            noisy = bool((one_of_two != one_of_two[0]).any())  # also where no layer draws the random numbers
+            while noisy and len(alone) < _MOST_DRAWS and (len(alone) < _DRAWS or not _sure(one_of_two, alone)):
+                one_of_two, alone = (
+                    np.concatenate([had, _take(trial, _DRAWS)])
+                    for had, trial in zip((one_of_two, alone), trials, strict=True)
+                )
+            large = alone
+            if not is_keras_own(model):
+                large = _take(_norms(model, rest, twice, None, _LARGE), len(alone)) / _LARGE
     except Exception:  # noqa: BLE001  a step may refuse made-up samples; what is wrong with it, it raises again
-        return _UNKNOWN, 0.0
+        return _UNKNOWN, 0.0, False
+    limits = large.shape == alone.shape and bool((np.mean(large**2, axis=0) < 0.25 * np.mean(alone**2, axis=0)).any())
     found = _FINE, 1.0
     for ours, theirs in zip(*(np.sqrt(np.mean(norms**2, axis=0)) for norms in (one_of_two, alone)), strict=True):
         if not ours > 0 or not np.isfinite([ours, theirs]).all():
             continue
         ratio = float(theirs / ours)
         if noisy:
-            verdict = _SUM if _NOISY_SUM[0] < ratio < _NOISY_SUM[1] else _FINE
+            low, high = _NOISY_SUM
+            verdict = _FINE if ratio < low else _SUM if ratio < high else _UNKNOWN
         else:
             verdict = next((v for v, r in ((_FINE, 1), (_SUM, 2)) if abs(ratio - r) < _TOLERANCE), _NEITHER)
         found = max(found, (verdict, ratio))
-    return found
+    return (*found, limits)
+
+
+def _sure(one_of_two: np.ndarray, alone: np.ndarray) -> bool:
+    """Return whether more draws are not likely to move the ratio of these norms across a limit."""
+    squares = np.stack([one_of_two, alone]) ** 2
+    mean = np.maximum(squares.mean(axis=1), np.finfo(float).tiny)
+    error = 0.5 * np.sqrt(np.sum(squares.var(axis=1) / mean**2, axis=0) / len(alone))  # of the ratio's logarithm
+    distance = np.abs(0.5 * np.log(mean[1] / mean[0]) - np.log(_NOISY_SUM)[:, np.newaxis])
+    return bool(((distance > _SURE * error) | ~np.isfinite(error)).all())
 
 
 def _twin(model: Any) -> running.Step:
@@ -161,14 +186,28 @@ def _restored(model: Any) -> Iterator[None]:
         vars(model).update(numbers)  # a step may count
 
 
-def _norms(model: Any, rest: list[Any], samples: Any, step: running.Step | None, draws: int) -> np.ndarray:
-    """Return the norms of the gradients that each `apply` of a step would get on these samples: (draws, calls)."""
+def _take(trial: Iterator[list[float]], draws: int) -> np.ndarray:
+    return np.array(list(itertools.islice(trial, draws)))
+
+
+def _norms(
+    model: Any, rest: list[Any], samples: Any, step: running.Step | None, factor: float = 1.0
+) -> Iterator[list[float]]:
+    """Yield, for each draw, the norms of the gradients that each `apply` of a step would get on these samples."""
 
     def run(*arguments: Any) -> tuple[list[Any], list[Any]]:
-        with current.local(), running.running_step(step), running.trying() as gradients:
+        variables = model.trainable_variables if len(arguments) == 1 else arguments[0][0]
+        with (
+            current.local(),
+            running.running_step(step),
+            running.trying(factor) as trial,
+            clipping.multiplied(variables),
+        ):
             results = model.train_step(*arguments)
         state = [results[1]] if keras.backend.backend() == "jax" else []  # with it the seeds of the next draw
-        return [_norm(values) for values in gradients], state
+        if factor != 1.0 and trial.takes_means:  # it may limit them
+            return [], state
+        return [_norm(values) for values in trial.gradients], state
 
     data = keras.tree.map_structure(lambda x: None if x is None else keras.ops.convert_to_tensor(x), samples)
     program: Callable[..., Any] = run
@@ -180,13 +219,11 @@ def _norms(model: Any, rest: list[Any], samples: Any, step: running.Step | None,
         import jax
 
         program = jax.jit(run)
-    found = []
-    for _ in range(draws):
+    while True:
         norms, rest = program(*rest, data)
-        found.append([float(backends.current().to_numpy(norm)) for norm in norms])
-    if keras.backend.backend() == "torch":
-        model.zero_grad()
-    return np.array(found)
+        if keras.backend.backend() == "torch":
+            model.zero_grad()
+        yield [float(backends.current().to_numpy(norm)) for norm in norms]
 
 
 def _norm(gradients: list[Any]) -> Any:

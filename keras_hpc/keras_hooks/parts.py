@@ -2,22 +2,14 @@
 """With `init(spatial=)`: models of which each rank of a group computes a part of every sample.
 
 `compile` plans a functional or sequential model (`spatial.plan`), and refuses what cannot be split. Where such a model
-is called, its graph runs by the plan. In the steps of Keras itself, outputs stay the ranks' parts: targets are cut like
-them, and a loss that is a mean over positions is multiplied by
-
-    share = this rank's positions / the mean of those of the group's ranks
-
-so that its mean over the group is the loss of the whole sample; the means that metrics keep are weighted by it.
+is called, its graph runs by the plan. In the steps of Keras itself, outputs stay the ranks' parts (`part_losses`).
 Anywhere else, as in a step of the user's own, the model's outputs are whole, the same on all ranks of a group.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -36,51 +28,15 @@ MIN_ROWS = 4
 CHECKED_CALLS = 3  # in which samples are compared, of each model
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """The outputs of which a loss or metric is computed.
-
-    Attributes:
-        share: this rank's positions, divided by what the group's ranks have on average.
-        copies: how many ranks of the group have the same part.
-        extents: rows of each spatial axis that this rank has.
-    """
-
-    share: float
-    copies: int
-    extents: tuple[int, ...]
-
-    def check(self, values: Any, what: str) -> None:
-        """Raise unless there is a value for each position: what mixes positions cannot be added up from parts."""
-        found = tuple(values.shape[1 : 1 + len(self.extents)])
-        if found != self.extents:
-            raise ValueError(
-                f"{what} of outputs in parts has a value for each position, because ranks see a part of them only. "
-                f"Expected the shape (batch, {', '.join(map(str, self.extents))}, ...); or leave the model whole: "
-                f"keras_hpc.partition(model, parts=1). Received: {tuple(values.shape)}"
-            )
-
-
-class _Of(threading.local):
-    loss: _Part | None = None
-    metric: _Part | None = None
-
-
-_of = _Of()
-
-
 def install(job: Any, patcher: Any) -> None:
-    """Hooks models and their losses and metrics, in a job with groups."""
+    """Hooks models, in a job with groups."""
     if job.group is None:
         return
     trainer = keras_private.get(keras_private.TRAINER)
     function, functional = keras_private.get(keras_private.FUNCTION), keras_private.get(keras_private.FUNCTIONAL)
     patcher.patch(trainer, "compile", _compile)
-    patcher.patch(trainer, "compute_loss", functools.partial(_on_parts, "loss"))
-    patcher.patch(trainer, "compute_metrics", functools.partial(_on_parts, "metric"))
     patcher.patch(function, "_run_through_graph", _run_through_graph)
     patcher.patch(functional, "input_spec", _input_spec)
-    patcher.patch(keras.metrics.Mean, "update_state", _weighted)
 
 
 # ---- plans
@@ -89,12 +45,12 @@ def install(job: Any, patcher: Any) -> None:
 def use(model: Any, plan: Plan) -> None:
     """Compute a model by a plan from now on."""
     group, known = current.job().group, current.job().known
-    outputs = {(split, tuple(x.shape[a] for a in sorted(split))) for x, split in _outputs_of(plan)}
+    outputs = {(split, tuple(x.shape[a] for a in sorted(split))) for x, split in outputs_of(plan)}
     if len(outputs) > 1:
         raise ValueError(
             "The outputs of a model in parts are all split alike, or all whole. End each with the same extents, or "
             f"leave the model whole: keras_hpc.partition(model, parts=1). Received: `{model.name}` with outputs "
-            f"{[(tuple(x.shape), sorted(split)) for x, split in _outputs_of(plan)]}, of a shape and the split axes"
+            f"{[(tuple(x.shape), sorted(split)) for x, split in outputs_of(plan)]}, of a shape and the split axes"
         )
     adding = [layer for layer in model._flatten_layers() if "add_loss" in keras_private.names_in(type(layer).call)]
     own = [layer for layer in adding if not type(layer).__module__.startswith("keras.")]
@@ -113,7 +69,8 @@ def use(model: Any, plan: Plan) -> None:
             setattr(model, name, None)  # they may have compiled what is not true any more
 
 
-def _outputs_of(plan: Plan) -> list[tuple[Any, Split]]:
+def outputs_of(plan: Plan) -> list[tuple[Any, Split]]:
+    """Return the outputs of a plan's model, each with the axes along which it is split."""
     return list(zip(plan.model.outputs, plan.outputs, strict=True))
 
 
@@ -179,7 +136,7 @@ def _steps_are_keras_own(model: Any) -> bool:
 # ---- the graph
 
 
-def _communicates() -> bool:
+def communicates() -> bool:
     """Return whether what runs has values, and other ranks take part."""
     in_symbolic_scope = keras_private.get(keras_private.IN_SYMBOLIC_SCOPE)
     return current.active() and not running.building() and not in_symbolic_scope()
@@ -190,7 +147,7 @@ def _run_through_graph(original: Method) -> Method:
     def run(self: Any, inputs: Any, operation_fn: Any = lambda op: op, call_fn: Any = None) -> Any:
         runner = runner_of(self)
         symbolic = any(isinstance(x, keras.KerasTensor) for x in keras.tree.flatten(inputs))
-        if runner is None or call_fn is not None or symbolic or not _communicates():
+        if runner is None or call_fn is not None or symbolic or not communicates():
             return original(self, inputs, operation_fn, call_fn)
         step = running.step()
         model = None if step is None else step.model
@@ -234,7 +191,7 @@ def as_whole(model: Any, batch: Any) -> Any:
     if runner is None or batch is None:
         return batch
     inputs = [(x.shape, runner.plan.splits[id(x)]) for x in runner.plan.model.inputs]
-    outputs = [(x.shape, split) for x, split in _outputs_of(runner.plan)]
+    outputs = [(x.shape, split) for x, split in outputs_of(runner.plan)]
     x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
     given = [*zip(keras.tree.flatten(x), inputs, strict=False)]
     wholes = {id(leaf): _whole(leaf, *of) for leaf, of in given}
@@ -290,130 +247,5 @@ def _check_first_samples(model: Any, inputs: Any) -> None:
 
 
 def _may_be_part(leaf: Any, runner: Runner) -> bool:
-    tensors = [(x, runner.plan.splits[id(x)]) for x in runner.plan.model.inputs] + _outputs_of(runner.plan)
+    tensors = [(x, runner.plan.splits[id(x)]) for x in runner.plan.model.inputs] + outputs_of(runner.plan)
     return any(_whole(leaf, x.shape, split) is not leaf for x, split in tensors)
-
-
-# ---- losses and metrics
-
-
-def _on_parts(kind: str, original: Method) -> Method:
-    """Wrap `compute_loss` and `compute_metrics`: of parts, with targets and weights cut like them."""
-
-    @functools.wraps(original)
-    def compute(
-        self: Any,
-        x: Any = None,
-        y: Any = None,
-        y_pred: Any = None,
-        sample_weight: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        part = _part_of(self, y_pred)
-        if part is None:
-            return original(self, x, y, y_pred, sample_weight, *args, **kwargs)
-        if kind == "metric":
-            _check_metrics(self)
-        runner = runner_of(self)
-        y = keras.tree.map_structure(functools.partial(_cut, runner, "targets"), y)
-        sample_weight = keras.tree.map_structure(functools.partial(_cut, runner, "sample weights"), sample_weight)
-        with _computing(kind, part):
-            return original(self, x, y, y_pred, sample_weight, *args, **kwargs)
-
-    return compute
-
-
-@contextlib.contextmanager
-def _computing(kind: str, part: _Part) -> Iterator[None]:
-    before = getattr(_of, kind)
-    setattr(_of, kind, part)
-    try:
-        yield
-    finally:
-        setattr(_of, kind, before)
-
-
-def _part_of(model: Any, y_pred: Any) -> _Part | None:
-    """Return which part outputs are; None if they are whole, or nothing that has values."""
-    leaves = [leaf for leaf in keras.tree.flatten(y_pred) if leaf is not None]
-    if not leaves or isinstance(leaves[0], keras.KerasTensor) or not gives_parts(model):
-        return None
-    runner = runner_of(model)
-    if runner is None or running.step() is None or not _communicates():
-        return None
-    rank = len(runner.plan.model.outputs[0].shape)
-    return _Part(runner.share(0), runner.copies(0), tuple(int(rows) for rows in leaves[0].shape[1 : max(rank - 1, 2)]))
-
-
-def _cut(runner: Any, what: str, leaf: Any) -> Any:
-    """Return this rank's part of targets or weights, if they have the outputs' positions."""
-    if leaf is None:
-        return None
-    output, split = _outputs_of(runner.plan)[0]
-    axes = frozenset(axis for axis in split if axis < len(leaf.shape) and leaf.shape[axis] != 1)
-    return runner.cut(leaf, output.shape, axes, what)
-
-
-def copies_of_loss(team: Any) -> int:
-    """Return on how many ranks of a group the loss that is computed has the same values."""
-    return int(team.parts) if _of.loss is None else _of.loss.copies
-
-
-def counting_ranks(model: Any, team: Any) -> list[int]:
-    """Return the ranks whose metrics count: of those that see the same outputs, the first one."""
-    runner = runner_of(model) if gives_parts(model) else None
-    ranks = range(team.size)
-    return [
-        rank
-        for rank in ranks
-        if (rank % team.parts == 0 if runner is None else runner.is_first_copy(rank % team.parts))
-    ]
-
-
-def share_of_loss(values: Any, reduction: Any) -> float | None:
-    """Return what a mean over the positions of this rank's part is multiplied by; None if outputs are whole.
-
-    Raises:
-        ValueError: the loss has no value for each position, or is not reduced.
-    """
-    part = _of.loss
-    if part is None:
-        return None
-    part.check(values, "A loss")
-    if reduction in (None, "none"):
-        raise ValueError(f"A loss of outputs in parts is reduced. Expected a mean or a sum. Received: {reduction!r}")
-    return part.share
-
-
-def _weighted(original: Method) -> Method:
-    """Weigh what metrics average: Keras takes the mean of each sample first, and parts may have different sizes."""
-
-    @functools.wraps(original)
-    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        part = _of.metric
-        if part is None:
-            return original(self, values, sample_weight=sample_weight)
-        part.check(values, f"What the metric `{self.name}` averages")
-        weight = keras.ops.full((keras.ops.shape(values)[0],), part.share, self.dtype)
-        if sample_weight is not None:
-            weight = keras.ops.convert_to_tensor(sample_weight, self.dtype) * part.share
-        return original(self, values, sample_weight=weight)
-
-    return update_state
-
-
-def _check_metrics(model: Any) -> None:
-    for metric in _leaves(getattr(model._compile_metrics, "metrics", None) or []):
-        if not type(metric).update_state.__module__.startswith("keras."):
-            raise ValueError(
-                "A metric of your own may mix positions, of which ranks see a part only. Expected metrics of Keras, or "
-                "a function that returns a value for each position; or keras_hpc.partition(model, parts=1). Received: "
-                f"`{metric.name}` ({type(metric).__name__})"
-            )
-
-
-def _leaves(metrics: Any) -> Iterator[Any]:
-    for metric in metrics:
-        inner = getattr(metric, "metrics", None)
-        yield from _leaves(inner) if inner else [metric]

@@ -181,6 +181,19 @@ def average_after_step(model: Any) -> None:
         current.job().known.model(model).statistics_moved = 0
 
 
+def has_waiting_gradients(model: Any) -> bool:
+    """Return whether `train_on_batch`, or a loop, has left gradients that wait for more micro-batches."""
+    return bool(current.job().known.model(model).statistics_moved and accumulators(model))
+
+
+def average_waiting_gradients(model: Any) -> None:
+    """Make gradients that wait for more micro-batches what one rank would hold. Collective on the model's team.
+
+    Each rank's are of its own samples: those of the root are not what all have gathered.
+    """
+    average(current.team_of(model), accumulators(model))
+
+
 def agree(model: Any, call: str) -> None:
     """Make replicas equal before a call of `evaluate` or `predict`, where they are not. Collective.
 

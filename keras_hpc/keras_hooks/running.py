@@ -86,11 +86,26 @@ class Call:
     announced: bool = False
 
 
+@dataclasses.dataclass
+class Trial:
+    """A step that is tried and changes nothing: see own_steps.py.
+
+    Args:
+        factor: what gradients are multiplied with where they are computed.
+        gradients: what an optimizer would apply, a list for each call of one.
+        takes_means: whether the step itself has asked for a mean over ranks.
+    """
+
+    factor: float = 1.0
+    gradients: list[list[Any]] = dataclasses.field(default_factory=list)
+    takes_means: bool = False
+
+
 class _Running(threading.local):
     step: Step | None = None
     call: Call | None = None
     building: bool = False
-    trial: list[Any] | None = None
+    trial: Trial | None = None
     writing_is_off: bool = False
     summed: bool = False
 
@@ -113,8 +128,8 @@ def building() -> bool:
     return _running.building
 
 
-def trial() -> list[Any] | None:
-    """Return where gradients go instead of being applied; None: they are applied."""
+def trial() -> Trial | None:
+    """Return the trial of a step that runs; None: gradients are applied."""
     return _running.trial
 
 
@@ -139,11 +154,11 @@ def only_building() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def trying() -> Iterator[list[Any]]:
-    """Context in which gradients are collected instead of applied, a list for each call of an optimizer."""
-    gradients: list[Any] = []
-    with _with(trial=gradients):
-        yield gradients
+def trying(factor: float = 1.0) -> Iterator[Trial]:
+    """Context of the trial of a step."""
+    found = Trial(factor)
+    with _with(trial=found):
+        yield found
 
 
 def is_summed() -> bool:

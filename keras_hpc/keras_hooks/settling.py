@@ -22,8 +22,14 @@ def plan_schedule(model: Any, total: int | None, done: int = 0) -> None:
     Raises:
         ValueError: the schedule needs the number of steps, and nobody knows it.
     """
-    delayed.plan_schedule(model, total, done)
-    local_steps.plan_schedule(model, total, done)
+    schedule = current.team_of(model).schedule
+    if schedule.kind == "synchronous" or model.optimizer is None:
+        return
+    steps = schedule.max_steps if total is None else total
+    if schedule.pipelined:
+        delayed.set_window(model, schedule, steps, done)
+    else:
+        local_steps.set_window(model, schedule, steps, done)
 
 
 def settle(model: Any, *, statistics: bool = False) -> None:

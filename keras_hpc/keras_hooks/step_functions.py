@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from keras_hpc import backends
 from keras_hpc.job import current, meter, trace
 from keras_hpc.keras_hooks import building, early_start, losses, own_steps, replicas, running, step
 from keras_hpc.keras_hooks.virtual import steps
@@ -86,7 +87,7 @@ def _first_step(model: Any, kind: str, function: Method) -> Method:
             synchronize(owner)
         if kind == "train":
             args = own_steps.check(owner, args) if current.job().virtual is None else args
-        with trace.step(f"{owner.name} {kind}"):
+        with trace.step(f"{owner.name} {kind}", backends.current().mark):
             results = function(*args)
         if kind == "train":
             meter.after_step()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -45,7 +46,7 @@ def _before(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             "computed inside of it. Call backward() first and step() without a closure. Received: "
             f"{type(own).__name__}.step(closure)"
         )
-    parameters = [p for group in own.param_groups for p in group["params"] if p.requires_grad]
+    parameters = parameters_of(own)
     team = current.team_of(own)
     if not replicas.is_synchronized(own):
         replicas.check_equal(own, parameters)
@@ -61,7 +62,23 @@ def _before(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             return
     else:
         first_update.warn_of_equal_gradients(team, gradients)
-    means = optimizer.reduce_gradients(own, gradients, parameters, count)
+    average(own, parameters, count)
+
+
+def parameters_of(own: Any) -> list[Any]:
+    """Return the parameters that an optimizer trains."""
+    return [p for group in own.param_groups for p in group["params"] if p.requires_grad]
+
+
+def average(own: Any, parameters: Sequence[Any], count: Any) -> None:
+    """Give parameters the mean over ranks of their gradients. Collective.
+
+    Args:
+        own: the optimizer, or what stands for it.
+        parameters: those that it trains.
+        count: samples of this rank in this step; None if every rank counts alike.
+    """
+    means = optimizer.reduce_gradients(own, [parameter.grad for parameter in parameters], parameters, count)
     for parameter, mean in zip(parameters, means, strict=True):
         if mean is None:
             continue

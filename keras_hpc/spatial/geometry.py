@@ -12,6 +12,7 @@ several parts, and lie outside of [0, extent), where there is padding. `move` sa
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -193,6 +194,14 @@ class Move:
         """How many rows it receives."""
         return sum(rows for _, rows in self.receives)
 
+    @property
+    def borders(self) -> Move:
+        """The same of a tensor that has only the rows that are sent, one block after the other, and keeps none."""
+        ends = list(itertools.accumulate(end - begin for _, (begin, end) in self.sends))
+        blocks = zip([0, *ends], ends, strict=False)
+        sends = tuple((other, rows) for (other, _), rows in zip(self.sends, blocks, strict=True))
+        return dataclasses.replace(self, extent=ends[-1] if ends else 0, own=(0, 0), sends=sends, pads=(0, 0))
+
 
 def _common(first: Rows, second: Rows) -> Rows | None:
     begin, end = max(first[0], second[0]), min(first[1], second[1])
@@ -223,6 +232,56 @@ def move(extent: int, parts: int, windows: Sequence[Rows], part: int, everywhere
         receives=tuple((other, rows[1] - rows[0]) for other, rows in receives if rows),
         lower=sum(other < part for other, rows in receives if rows),
         pads=(max(0, min(-wanted[0], size)), max(0, min(wanted[1] - extent, size))),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Border:
+    """Rows of other parts on one side of a part, and what a convolution makes of them.
+
+    A convolution of a part's own rows, as "same" pads them with zeros, lacks what the rows of other parts add to the
+    first and last rows of its output. The convolution is linear: so these rows alone, with zeros in the place of the
+    part's own, give just that.
+
+    Attributes:
+        rows: how many rows come from other parts.
+        pads: rows of zeros before and after them, with which the layer's valid result is all that they add.
+        outputs: the rows of the part's output to which that is added.
+    """
+
+    rows: int
+    pads: Rows
+    outputs: Rows
+
+    @property
+    def changes(self) -> bool:
+        """Whether there is any such row of the output, though it may be an edge of the image, where zeros are added."""
+        return self.outputs[0] < self.outputs[1]
+
+
+def borders(axis: Windowed, parts: int, part: int) -> tuple[Border, Border] | None:
+    """Return what rows of lower and of upper parts add to a part's output.
+
+    None: "same" does not pad the part's own rows as the windows of its output rows reach over them, or not at all.
+
+    Args:
+        axis: of a convolution, whose input and output are both split.
+        parts: into how many parts.
+        part: which one.
+    """
+    (first, last), (begin, end) = bounds(axis.extent, parts)[part], bounds(axis.outputs, parts)[part]
+    lowest, highest = axis.window(begin, end)
+    before, after, own, count = first - lowest, highest - last, last - first, end - begin
+    fits = before == same_padding(own, axis.width, axis.stride) and count == -(-own // axis.stride) and after >= 0
+    if not fits or count == 0 or before == after == 0:
+        return None
+    # Output rows whose windows begin before this part's rows, and the first one whose window ends after them.
+    upper = min(-(-before // axis.stride), count)
+    lower = max((own + before - axis.width) // axis.stride + 1, 0)
+    from_lower, from_upper = first - max(lowest, 0), min(highest, axis.extent) - last
+    return (
+        Border(from_lower, (before - from_lower, (upper - 1) * axis.stride + axis.width - before), (0, upper)),
+        Border(from_upper, (own + before - lower * axis.stride, after - from_upper), (lower, count)),
     )
 
 

@@ -68,6 +68,11 @@ class Group:
         across = beside.move_at(self.place)
         return self._made(name, f"{fetch}, {beside}, {fill}", move, line, fill, across.extent, across.pads)
 
+    def borders(self, name: str, fetch: AxisFetch) -> Any:
+        """Return the exchange of only the rows that parts send for a fetch. Collective at the first call."""
+        line = self.grid.line(self.rank, fetch.axis - 1)
+        return self._made(name, f"{fetch}, borders", fetch.move_at(self.place).borders, line, 0.0)
+
     def gather(self, name: str) -> Any:
         """Return the exchange that gives each rank one row of every rank of the group. Collective at the first call."""
         size = self.size

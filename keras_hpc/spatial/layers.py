@@ -27,6 +27,8 @@ PADDING = (layers.ZeroPadding1D, layers.ZeroPadding2D, layers.ZeroPadding3D)
 CROPPING = (layers.Cropping1D, layers.Cropping2D, layers.Cropping3D)
 WINDOWED = (*CONVOLUTIONS, *TRANSPOSED, *MAX_POOLING, *AVERAGE_POOLING, *UPSAMPLING, *PADDING, *CROPPING)
 
+_BORDERED = (layers.Conv2D, layers.Conv3D)  # of whose `call` the convolution is a method
+
 GLOBAL_AVERAGE = (layers.GlobalAveragePooling1D, layers.GlobalAveragePooling2D, layers.GlobalAveragePooling3D)
 GLOBAL_MAX = (layers.GlobalMaxPooling1D, layers.GlobalMaxPooling2D, layers.GlobalMaxPooling3D)
 # They mix positions as they like, so each rank gets all of them.
@@ -42,17 +44,24 @@ _POINTWISE = (
 # On the last axis only.
 _ON_CHANNELS = tuple(
     getattr(layers, name)
-    for name in ("Concatenate", "LayerNormalization", "RMSNormalization", "Softmax", "UnitNormalization")
+    for name in (
+        *("Concatenate", "LayerNormalization", "Normalization", "RMSNormalization", "Softmax", "UnitNormalization"),
+    )
     if hasattr(layers, name)
 )
 # Operations on tensors, as `x + y` and `keras.ops.add(x, y)` make them. They have no public class.
 _POINTWISE_OPERATIONS = frozenset(
     (
-        *("Abs", "Absolute", "Add", "Cast", "Clip", "Divide", "Elu", "Exp", "Gelu", "HardSigmoid", "LeakyRelu"),
-        *("Log", "LogSigmoid", "Maximum", "Minimum", "Multiply", "Negative", "Power", "Relu", "Relu6", "Sigmoid"),
-        *("Silu", "Softplus", "Sqrt", "Square", "Subtract", "Tanh", "TrueDivide"),
+        *("Abs", "Absolute", "Add", "Arctan", "Cast", "Ceil", "Celu", "Clip", "Cos", "Cosh", "Divide", "DivideNoNan"),
+        *("Elu", "Equal", "Erf", "Exp", "Expm1", "Floor", "Gelu", "Greater", "GreaterEqual", "HardSigmoid", "HardSilu"),
+        *("HardTanh", "Hypot", "LeakyRelu", "Less", "LessEqual", "Log", "Log10", "Log1p", "Log2", "LogSigmoid"),
+        *("Logaddexp", "LogicalAnd", "LogicalNot", "LogicalOr", "Maximum", "Minimum", "Multiply", "Negative"),
+        *("NotEqual", "Power", "Reciprocal", "Relu", "Relu6", "Round", "Rsqrt", "Selu", "Sigmoid", "Sign", "Silu"),
+        *("Sin", "Sinh", "Softplus", "Softsign", "Sqrt", "Square", "Squareplus", "StopGradient", "Subtract", "Tan"),
+        *("Tanh", "TanhShrink", "TrueDivide", "Where"),
     )
 )
+_OPERATIONS_ON_CHANNELS = ("Concatenate", "LogSoftmax", "Softmax")  # on the last axis only
 
 Layer = TypeVar("Layer", bound=type)
 
@@ -129,6 +138,43 @@ def padding_of(layer: Any, axes: Sequence[geometry.Axis]) -> float | Literal["ed
     return 0.0
 
 
+def adds_borders(
+    layer: Any, axes: Sequence[geometry.Axis], grid: geometry.Grid, have: frozenset[int], want: frozenset[int]
+) -> bool:
+    """Return whether a layer is computed on own rows, and what other parts' rows add to its output is added to that.
+
+    So the part's input is not copied into a larger tensor, and the framework pads as it does on one rank: it may have
+    better programs for that. Not on PyTorch, where autograd copies a gradient behind whatever is added in place; nor
+    where sums of 16 bits would be rounded twice.
+
+    Args:
+        layer: of `WINDOWED`.
+        axes: what it does along each spatial axis.
+        grid: the ranks of a group.
+        have: along which axes its input is split.
+        want: along which axes its output is.
+    """
+    if type(layer) not in _BORDERED or layer.padding != "same" or have != want or len(have) != 1:
+        return False
+    if keras.backend.backend() == "torch" or layer.compute_dtype not in ("float32", "float64"):
+        return False
+    index = min(have) - 1
+    axis, parts = axes[index], grid.parts[index]
+    return isinstance(axis, geometry.Windowed) and all(
+        geometry.borders(axis, parts, part) is not None for part in range(parts)
+    )
+
+
+def is_too_small(layer: Any, x: Any) -> bool:
+    """Return whether PyTorch fails in backward of a convolution for its size ("grad_weight must be contiguous").
+
+    That is of one filter, and of a single sample so small that PyTorch takes an algorithm of its own, and not oneDNN's.
+    Parts, and the samples of one of several groups, may be so small where one rank has more.
+    """
+    small = type(layer) in (layers.Conv2D, layers.Conv3D) and layer.filters == 1 and x.shape[0] == 1
+    return small and keras.backend.backend() == "torch" and math.prod(x.shape) <= 20480
+
+
 def averages_in_image(layer: Any) -> bool:
     """Return whether a layer is an average of what lies in the image, where its windows reach out of it."""
     return type(layer) in AVERAGE_POOLING and layer.padding == "same"
@@ -139,10 +185,15 @@ def is_pointwise(layer: Any, rank: int) -> bool:
     kind = type(layer)
     if getattr(kind, "_keras_hpc_pointwise", None) is kind:
         return True
+    on_channels = getattr(layer, "axis", None) in (-1, rank - 1, [-1], [rank - 1], (-1,), (rank - 1,))
     if not isinstance(layer, layers.Layer):
-        return kind.__name__ in _POINTWISE_OPERATIONS
+        known = kind.__module__.startswith("keras.")
+        named = kind.__name__ in _POINTWISE_OPERATIONS
+        return known and (named or (kind.__name__ in _OPERATIONS_ON_CHANNELS and on_channels))
+    if kind is layers.Normalization and layer.axis == ():  # by one mean of everything, which is known
+        return True
     if kind in _ON_CHANNELS:
-        return layer.axis in (-1, rank - 1, [-1], [rank - 1], (-1,), (rank - 1,))
+        return on_channels
     if kind is layers.PReLU:
         return set(range(1, rank - 1)) <= set(layer.shared_axes or ())
     return kind in _POINTWISE
@@ -150,8 +201,8 @@ def is_pointwise(layer: Any, rank: int) -> bool:
 
 def fault(layer: Any, rank: int) -> str | None:
     """Return why a layer that would be split cannot be, whatever its class allows; or None."""
-    if getattr(layer, "data_format", "channels_last") != "channels_last":
-        return "has its channels first; expected data_format='channels_last'"
+    if reason := fault_of_format(layer):
+        return reason
     if getattr(layer, "activity_regularizer", None) is not None:
         return "has an activity_regularizer, which would see a part only"
     if getattr(layer, "noise_shape", None) is not None:
@@ -168,6 +219,16 @@ def fault(layer: Any, rank: int) -> str | None:
     if getattr(layer, "quantization_mode", None) is not None:
         return "is quantized"
     return _fault_of_activation(getattr(layer, "activation", None), rank)
+
+
+def fault_of_format(layer: Any) -> str | None:
+    """Return what is wrong with a layer whose channels come before its rows; None: they come last."""
+    if getattr(layer, "data_format", "channels_last") == "channels_last":
+        return None
+    return (
+        "has its channels first; expected data_format='channels_last', or for all layers "
+        "keras.config.set_image_data_format('channels_last') before the model is made"
+    )
 
 
 def _fault_of_activation(activation: Any, rank: int) -> str | None:

@@ -30,7 +30,8 @@ class Step:
     """How a node of the graph is computed.
 
     Attributes:
-        kind: "layer"; "window": on a window, whose axes are in `axes`; "moments" (batch normalization), "statistics"
+        kind: "layer"; "window": on a window, whose axes are in `axes`; "borders": on the part's
+            own rows, to which what others' rows add is added; "moments" (batch normalization), "statistics"
             (of each sample) and "average", which add up over the group; "maximum"; "model": by `plan`.
         splits: along which axes each output is split.
         fetches: for each input what must be fetched, or None.
@@ -202,6 +203,10 @@ class Plan:
 
     def _window(self, layer: Any, x: Any, before: Split, output: Any) -> Step:
         split = self._split_of(output)
+        # Of channels that come first, extents say nothing about rows: what looks whole may be the largest image.
+        is_image = self.grid.size > 1 and len(x.shape) - 2 >= len(self.grid.parts)
+        if is_image and (reason := kinds.fault_of_format(layer)):
+            raise self._refusal(layer, reason)
         if not before and not split:
             return Step("layer", (WHOLE,), (None,))
         if reason := kinds.fault(layer, len(x.shape)):
@@ -214,7 +219,8 @@ class Plan:
             expected = [axis.outputs for axis in axes]
             raise self._refusal(layer, f"has an output of {tuple(outputs)} rows where {expected} are expected")
         read = fetch(self.grid, x.shape, before, split, axes, kinds.padding_of(layer, axes))
-        return Step("window", (split,), (read,), axes)
+        adds = read is not None and kinds.adds_borders(layer, axes, self.grid, before, split)
+        return Step("borders" if adds else "window", (split,), (read,), axes)
 
     def _pointwise(self, node: Any, before: Sequence[Split]) -> Step:
         layer, inputs, output = node.operation, node.input_tensors, node.outputs[0]

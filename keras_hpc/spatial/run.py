@@ -16,6 +16,7 @@ from keras import ops
 
 from keras_hpc import backends
 from keras_hpc.spatial import geometry, statistics, windows
+from keras_hpc.spatial import layers as kinds
 from keras_hpc.spatial.fetch import Fetch, fetch
 from keras_hpc.spatial.group import Group
 from keras_hpc.spatial.masks import Masks
@@ -173,7 +174,9 @@ class Runner:
 
     def _compute(self, name: str, node: Any, step: Step, values: dict[int, Any], operation_fn: Any) -> Any:
         layer = node.operation
-        mine = {}
+        mine: dict[int, Any] = {}
+        if step.kind == "borders":
+            return self._with_borders(name, node, step, values[id(node.input_tensors[0])], operation_fn(layer))
         for index, (tensor, read) in enumerate(zip(node.input_tensors, step.fetches, strict=True)):
             # A layer that reads other positions, too, has no use for masks in Keras.
             fetched = self._with_mask if step.kind == "layer" and step.splits[0] else self._fetched
@@ -182,6 +185,8 @@ class Runner:
             return self._inner[id(node)]._outputs([mine[id(x)] for x in node.input_tensors], operation_fn, False, name)
         args, kwargs = node.arguments.fill_in(mine)
         call = operation_fn(layer)
+        if args and kinds.is_too_small(layer, args[0]):
+            call = functools.partial(_beside_zeros, call)
         total = functools.partial(self._sum, name) if step.kind == "moments" else None
         split = step.splits[0]
         part = self._group.first_with_part(split) if split else None
@@ -198,6 +203,16 @@ class Runner:
             mask = kwargs.get("mask", self._masks.of(args[0]))
             return self._over_group(step.kind, name, node, args[0], outputs, mask)
         return outputs
+
+    def _with_borders(self, name: str, node: Any, step: Step, x: Any, call: Callable[..., Any]) -> Any:
+        """Return what a convolution makes of this rank's own rows and of those that it receives."""
+        (axis,), grid, place = step.splits[0], self._group.grid, self._group.place
+        read = next(one for one in step.fetches[0].axes if one.axis == axis)  # type: ignore[union-attr]
+        borders = geometry.borders(step.axes[axis - 1], grid.parts[axis - 1], place[axis - 1])  # type: ignore[arg-type]
+        blocks = [rows for _, rows in read.move_at(place).sends]
+        made = self._group.borders(f"{name} axis {axis}", read)
+        add = functools.partial(backends.current().with_borders, made, axis, blocks, _layer.order)
+        return windows.compute_own(node.operation, step.axes, axis, borders or (), x, add, call)
 
     def _over_group(self, kind: str, name: str, node: Any, x: Any, y: Any, mask: Any) -> Any:
         """Return a global pooling of all parts, of that of this part."""
@@ -286,6 +301,11 @@ def _last_uses(plan: Plan) -> dict[int, list[int]]:
         if tensor not in kept:
             done[node].append(tensor)
     return done
+
+
+def _beside_zeros(call: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what a layer makes of one sample, computed as one of two."""
+    return call(ops.concatenate([x, ops.zeros_like(x)]), *args, **kwargs)[:1]
 
 
 def _may_draw(layer: Any) -> bool:

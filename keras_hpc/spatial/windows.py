@@ -53,6 +53,48 @@ def compute(
     return y
 
 
+def compute_own(
+    layer: Any,
+    axes: Sequence[geometry.Axis],
+    axis: int,
+    borders: Sequence[geometry.Border],
+    x: Any,
+    add: Callable[..., Any],
+    call: Callable[[Any], Any],
+) -> Any:
+    """Return this part's rows of the output of a convolution, of its own rows and of those that it receives.
+
+    Args:
+        layer: for which `layers.adds_borders` is true.
+        axes: what it does along each spatial axis.
+        axis: of the tensor, that is split.
+        borders: what rows of lower and upper parts add to.
+        x: this part's rows of the layer's input.
+        add: a backend's `with_borders` for these ranks.
+        call: calls the layer.
+    """
+    convolution = layer.convolution_op
+    widths = [(0, 0), *(one.sides for one in axes if isinstance(one, geometry.Windowed)), (0, 0)]
+    # At least one, so that what is received is used on all ranks: backward it is exchanged, too.
+    needed = [one for one in borders if one.rows] or [one for one in borders if one.changes]
+
+    def of_others(received: Any, kernel: Any) -> list[Any]:
+        found, at = [], 0
+        for border in needed:
+            rows = received[(slice(None),) * axis + (slice(at, at + border.rows),)]
+            at += border.rows
+            with with_settings(layer, {"padding": "valid"}):
+                found.append(convolution(ops.pad(rows, [*widths[:axis], border.pads, *widths[axis + 1 :]]), kernel))
+        return found
+
+    def with_borders(x: Any, kernel: Any) -> Any:
+        kernel = ops.convert_to_tensor(kernel)
+        return add(x, kernel, convolution, of_others, [border.outputs[0] for border in needed])
+
+    with with_settings(layer, {"convolution_op": with_borders}):
+        return call(x)
+
+
 def _without_padding(axes: Sequence[geometry.Axis], rows: Sequence[geometry.Rows], y: Any) -> Any:
     """Return averages over whole windows as averages over the rows of them that lie in the image."""
     for index, (axis, part) in enumerate(zip(axes, rows, strict=True)):

@@ -20,7 +20,7 @@ from keras_hpc import _native, backends
 from keras_hpc.job import current, devices, launch, mpich_network, resources, tuning_cache
 from keras_hpc.job.current import Job
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.tools import data_probe, network_probe
+from keras_hpc.tools import data_probe, network_probe, tables
 
 
 def add_command(commands: Any) -> None:
@@ -77,26 +77,18 @@ def run(arguments: argparse.Namespace) -> int:
         measured["data"] = data_probe.measure(job, files)
         communication["data"] = data_probe.describe(measured["data"])
     communication["limits"] = _of_ranks([me["limits"] for me in everyone])
-    lines = [
-        "installation",
-        *_table(_versions()),
-        "ranks",
-        *_ranks(job, everyone),
-        "communication",
-        *_table(communication | _speeds(measured)),
-        *(f"hint: {hint}" for hint in _hints(job, everyone) + slow),
-    ]
+    communication |= _speeds(measured)
+    hints = _hints(job, everyone) + slow
     if job.rank == 0:
         if arguments.json:
             arguments.json.write_text(json.dumps(measured, indent=2) + "\n")
-        sys.stdout.write("\n".join(lines) + "\n")
-        sys.stdout.flush()
+        tables.pairs(_versions(), "installation")
+        columns = [tables.Column(name) for name in ("rank", "node", "local rank", "host", "cores")]
+        tables.Grid(columns, "ranks").show(_ranks(job, everyone))
+        tables.pairs(communication, "communication")
+        tables.hints(hints)
     keras_hpc.finalize()
     return 0
-
-
-def _table(rows: dict[str, str]) -> list[str]:
-    return [f"  {name:<22}{value}" for name, value in rows.items()]
 
 
 def _versions() -> dict[str, str]:
@@ -123,12 +115,12 @@ def _version(*packages: str) -> str:
     return "(version unknown)"
 
 
-def _ranks(job: Job, everyone: list[dict[str, Any]]) -> list[str]:
-    rows = ["  rank  node  local rank  host  cores"]
+def _ranks(job: Job, everyone: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
     for rank, me in enumerate(everyone):
         node = job.node_of_rank[rank]
         local = job.node_of_rank[:rank].count(node)
-        rows.append(f"  {rank:<6}{node:<6}{local:<12}{me['host']}  {_ranges(me['cores'])}")
+        rows.append((str(rank), str(node), str(local), me["host"], _ranges(me["cores"])))
     return rows
 
 

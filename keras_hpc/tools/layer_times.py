@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -14,18 +15,31 @@ import numpy as np
 Shape = tuple[int, ...]
 
 
-def seconds_of(call: Callable[..., Any], shapes: Sequence[Shape], needs_gradient: bool, seconds: float = 0.3) -> float:
+class Layer(NamedTuple):
+    """What is measured: `call(*inputs, **keywords)`."""
+
+    call: Callable[..., Any]
+    keywords: dict[str, Any]
+
+
+def in_training(layer: Any) -> Layer:
+    """Return a layer as a training step calls it: a BatchNormalization then computes moments."""
+    takes = "training" in inspect.signature(layer.call).parameters
+    return Layer(layer, {"training": True} if takes else {})
+
+
+def seconds_of(layer: Layer, shapes: Sequence[Shape], needs_gradient: bool, seconds: float = 0.3) -> float:
     """Return how long a layer takes, forward and backward; the median of as many tries as fit into some seconds.
 
     Args:
-        call: the layer, or a function of its inputs.
+        layer: what is called.
         shapes: of its inputs, float32.
         needs_gradient: whether a gradient of the inputs is wanted, too, as of all layers but the first.
         seconds: for this measurement.
     """
     rng = np.random.default_rng(0)
     inputs = [rng.normal(size=shape).astype("float32") for shape in shapes]
-    step = _STEPS[keras.backend.backend()](call, inputs, needs_gradient)
+    step = _STEPS[keras.backend.backend()](layer, inputs, needs_gradient)
     step()
     taken: list[float] = []
     while len(taken) < 3 or (sum(taken) < seconds and len(taken) < 50):
@@ -46,14 +60,14 @@ def copy_bytes_per_s() -> float:
     return array.nbytes / min(taken)
 
 
-def _torch(call: Callable[..., Any], inputs: list[Any], needs_gradient: bool) -> Callable[[], None]:
+def _torch(layer: Layer, inputs: list[Any], needs_gradient: bool) -> Callable[[], None]:
     import torch
 
     tensors = [torch.from_numpy(x).requires_grad_(needs_gradient) for x in inputs]
     upstream: list[Any] = []
 
     def step() -> None:
-        y = call(*tensors)
+        y = layer.call(*tensors, **layer.keywords)
         if not upstream:
             upstream.append(torch.ones_like(y))
         if y.requires_grad:
@@ -62,40 +76,46 @@ def _torch(call: Callable[..., Any], inputs: list[Any], needs_gradient: bool) ->
     return step
 
 
-def _tensorflow(call: Callable[..., Any], inputs: list[Any], needs_gradient: bool) -> Callable[[], None]:
+def _tensorflow(layer: Layer, inputs: list[Any], needs_gradient: bool) -> Callable[[], None]:
     import tensorflow as tf
 
     tensors = [tf.constant(x) for x in inputs]
 
+    # The output is returned, too: TensorFlow leaves out what nobody asks for.
     @tf.function  # type: ignore[untyped-decorator]
     def gradients(*xs: Any) -> Any:
         with tf.GradientTape() as tape:
             if needs_gradient:
                 tape.watch(xs)
-            y = call(*xs)
-        weights = list(getattr(call, "trainable_variables", []))
-        return tape.gradient(y, [*weights, *(xs if needs_gradient else ())])
+            y = layer.call(*xs, **layer.keywords)
+        weights = list(getattr(layer.call, "trainable_variables", []))
+        return y, tape.gradient(y, [*weights, *(xs if needs_gradient else ())])
 
     def step() -> None:
-        for gradient in gradients(*tensors):
-            if gradient is not None:
-                gradient.numpy()  # there now, whenever TensorFlow computed it
+        y, found = gradients(*tensors)
+        for tensor in (y, *found):
+            if tensor is not None:
+                tensor.numpy()  # there now, whenever TensorFlow computed it
 
     return step
 
 
-def _jax(call: Callable[..., Any], inputs: list[Any], needs_gradient: bool) -> Callable[[], None]:
+def _jax(layer: Layer, inputs: list[Any], needs_gradient: bool) -> Callable[[], None]:
     import jax
 
-    layer: Any = call if hasattr(call, "stateless_call") else None
-    weights = [v.value for v in layer.trainable_variables] if layer else []
-    state = [v.value for v in layer.non_trainable_variables] if layer else []
+    owner: Any = layer.call if hasattr(layer.call, "stateless_call") else None
+    weights = [v.value for v in owner.trainable_variables] if owner else []
+    state = [v.value for v in owner.non_trainable_variables] if owner else []
 
+    # The output is returned, too: XLA leaves out what nobody asks for, and the gradient of a convolution needs none.
     def loss(weights: Any, xs: Any) -> Any:
-        y = layer.stateless_call(weights, state, *xs)[0] if layer else call(*xs)
-        return y.sum()
+        if owner is None:
+            y = layer.call(*xs, **layer.keywords)
+        else:
+            y = owner.stateless_call(weights, state, *xs, **layer.keywords)[0]
+        return y.sum(), y
 
-    gradients = jax.jit(jax.grad(loss, argnums=(0, 1) if needs_gradient else 0))
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1) if needs_gradient else 0, has_aux=True))
 
     def step() -> None:
         jax.block_until_ready(gradients(weights, inputs))

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from keras_hpc.tools import simulator, timeline
+from keras_hpc.tools import simulator, tables, timeline
 
 _BACKWARD = 2 / 3  # of a step, behind which a reduction can hide
 _MEMORY_GB_PER_S = 5.0  # between ranks of a node, where nobody has measured it
@@ -200,8 +200,7 @@ def run(arguments: argparse.Namespace) -> int:
         "efficiency": f"{found['efficiency']:.0%} behind backward, {exposed}",
         "limit": limit(found, job.step_ms, given),
     }
-    for name, value in rows.items():
-        print(f"{name:<20}{value}")
+    tables.pairs(rows, width=20)
     return 0
 
 
@@ -246,8 +245,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
         rows["with variation"] = f"{runs[1]['efficiency']:.1%} if each node's steps vary as those of the trace"
     if len(runs) > 2:
         rows["with its own"] = f"{runs[2]['efficiency']:.1%} without what the trace's ranks had in common"
-    for name, value in rows.items():
-        print(f"{name:<20}{value}")
+    tables.pairs(rows, width=20)
     return 0
 
 

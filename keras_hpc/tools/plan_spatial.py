@@ -5,7 +5,7 @@ After Dryden et al., "Improving strong-scaling of CNN training by exploiting fin
 Section V, in the terms of this package. Of P parts and n samples of a group, a step takes
 
     sum over layers of   layer(n, shape of a part), forward and backward, measured on this machine
-                       + 2 (copy of the window + messages of its halo), forward and backward
+                       + copy of the window + messages of its halo, forward and, but for the first layer, backward
     + the reduction of the gradients, of which backward hides what it can
 
 A message of m bytes takes alpha + m / bandwidth. Layers are measured alone, on one rank, so ranks that share caches and
@@ -128,6 +128,8 @@ def _of_plan(plan: Any, batch: int, costs: Costs, seconds_of: Any) -> tuple[floa
     middle = plan.grid.size // 2  # has neighbours on both sides, and as many rows as any
     place = plan.grid.place(middle)
     for node, step in plan.nodes():
+        needs_gradient = not any(id(tensor) in first for tensor in node.input_tensors)
+        ways = 1 + needs_gradient  # forward, and backward what takes gradients to other ranks
         if step.plan is not None:
             inner = _of_plan(step.plan, batch, costs, seconds_of)
             compute, exchange, halo = compute + inner[0], exchange + inner[1], halo + inner[2]
@@ -137,19 +139,18 @@ def _of_plan(plan: Any, batch: int, costs: Costs, seconds_of: Any) -> tuple[floa
             shape = [batch, *(n or 1 for n in tensor.shape[1:])]
             for axis in plan.splits[id(tensor)]:
                 shape[axis] = _rows(shape[axis], plan.grid.parts[axis - 1], place[axis - 1])
-            for one in read.axes if read else ():
+            for one in read.axes if read and step.kind != "borders" else ():
                 shape[one.axis] = one.move_at(place).rows
             if read and any(one.communicates for one in read.axes):
                 nbytes = _nbytes(node.operation, tensor)
                 received = batch * read.cost(plan.grid, tensor.shape, nbytes)[1]
-                window = math.prod(shape) * nbytes
+                window = 0 if step.kind == "borders" else math.prod(shape) * nbytes
                 messages = 2 * costs.alpha_s + received / costs.bytes_per_s
-                exchange += 2 * (messages + window / costs.copy_bytes_per_s)
-                halo += 2 * received
+                exchange += ways * (messages + window / costs.copy_bytes_per_s)
+                halo += ways * received
             shapes.append(tuple(shape))
         if step.kind in ("moments", "statistics", "average", "maximum"):
             exchange += 4 * costs.alpha_s
-        needs_gradient = not any(id(tensor) in first for tensor in node.input_tensors)
         compute += seconds_of((node, step, plan), shapes, needs_gradient)
     return compute, exchange, halo
 
@@ -183,7 +184,8 @@ def measure(of: Any, shapes: list[tuple[int, ...]], needs_gradient: bool) -> flo
         settings = kinds.settings_of(layer, step.axes, shapes[0][1:-1])
     with windows.with_settings(layer, settings):
         alone = len(tensors) == 1 and not node.arguments.kwargs and hasattr(layer, "trainable_variables")
-        seconds: float = layer_times.seconds_of(layer if alone else call, shapes, needs_gradient)
+        measured = layer_times.in_training(layer) if alone else layer_times.Layer(call, {})
+        seconds: float = layer_times.seconds_of(measured, shapes, needs_gradient)
         return seconds
 
 

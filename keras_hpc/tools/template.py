@@ -13,8 +13,18 @@ from pathlib import Path
 from typing import Any
 
 _FOLDER = Path(__file__).parent / "templates"
-_FILES = {file.stem: file for file in sorted(_FOLDER.iterdir()) if file.suffix in (".sh", ".yaml", ".def")}
-# How a system asks for an account and a queue, and for GPUs; in a template without either the option is refused.
+_SYSTEMS = {
+    "slurm": "a job script for Slurm",
+    "pbs": "a job script for PBS",
+    "pals": "a job script for PBS where mpiexec is PALS' (HPE machines)",
+    "lsf": "a job script for LSF",
+    "flux": "a job script for Flux",
+    "kubernetes": "a MPIJob for Kubernetes' MPI operator",
+    "apptainer-cpu": "a container's definition, for CPUs",
+    "apptainer-cuda": "a container's definition, with CUDA",
+}
+_FILES = {system: next(_FOLDER.glob(f"{system}.*")) for system in _SYSTEMS}
+# How a system asks for an account and a queue.
 _ACCOUNT = {"slurm": "#SBATCH --account={}", "pbs": "#PBS -A {}", "pals": "#PBS -A {}", "lsf": "#BSUB -P {}"}
 _ACCOUNT["flux"] = "# flux: --bank={}"
 _QUEUE = {"slurm": "#SBATCH --partition={}", "pbs": "#PBS -q {}", "pals": "#PBS -q {}", "lsf": "#BSUB -q {}"}
@@ -29,9 +39,22 @@ def add_command(commands: Any) -> None:
         "template",
         help="print a job script to edit",
         description="Prints a job script for a batch system, a MPIJob for Kubernetes or a container's definition, "
-        "filled in with what the options say. Read it before you submit it.",
+        "filled in with what the options say. Read it before you submit it. Options stand behind the SYSTEM: "
+        "`%(prog)s slurm --help` shows them.",
     )
-    parser.add_argument("system", choices=list(_FILES), help="what the script is for")
+    systems = parser.add_subparsers(dest="system", required=True, metavar="SYSTEM")
+    for system, file in _FILES.items():
+        _add_system(systems, system, file.read_text())
+    parser.set_defaults(run=run)
+
+
+def _add_system(systems: Any, system: str, text: str) -> None:
+    """Add what the script for a system has a place for."""
+    has_script = "@SCRIPT@" in text
+    usage = "%(prog)s [options] [SCRIPT | -m MODULE] [arguments of its own]" if has_script else None
+    parser = systems.add_parser(system, help=_SYSTEMS[system], usage=usage, description=f"Prints {_SYSTEMS[system]}.")
+    if not has_script:
+        return
     parser.add_argument("--nodes", type=_number, default=4, metavar="N", help="(default: 4)")
     parser.add_argument(
         "--ranks-per-node", type=_number, metavar="N", help="(default: one for each GPU asked for, else 1)"
@@ -39,20 +62,25 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--cores-per-rank", type=_number, default=32, metavar="N", help="(default: 32)")
     parser.add_argument("--gpus-per-node", type=_number, metavar="N", help="(default: none)")
     parser.add_argument("--time", type=_seconds, default=3600, metavar="H:MM:SS", help="limit (default: 1:00:00)")
-    parser.add_argument("--account", type=_word, metavar="NAME", help="who pays for it: account, project or bank")
-    parser.add_argument("--queue", type=_word, metavar="NAME", help="queue or partition")
     parser.add_argument("--job", type=_word, default="train", metavar="NAME", help="of the job (default: train)")
-    parser.add_argument(
-        "--env",
-        type=_environment,
-        action="append",
-        default=[],
-        metavar="KIND:NAME",
-        help="what to load first, in this order: module:NAME, venv:FOLDER or conda:NAME; may be repeated",
-    )
-    parser.add_argument("--script", default="train.py", metavar="WORDS", help="and its arguments, as one word")
-    parser.add_argument("--image", type=_word, metavar="NAME", help="container (kubernetes)")
-    parser.set_defaults(run=run)
+    if "@ACCOUNT@" in text:
+        parser.add_argument("--account", type=_word, metavar="NAME", help="who pays for it: account, project or bank")
+    if "@QUEUE@" in text:
+        parser.add_argument("--queue", type=_word, metavar="NAME", help="queue or partition")
+    if "@ENVIRONMENT@" in text:
+        parser.add_argument(
+            "--env",
+            type=_environment,
+            action="append",
+            default=[],
+            metavar="KIND:NAME",
+            help="what to load first, in this order: module:NAME, venv:FOLDER or conda:NAME; may be repeated",
+        )
+    if "@IMAGE@" in text:
+        image = "registry.example.org/train:latest"
+        parser.add_argument("--image", type=_word, default=image, metavar="NAME", help=f"container (default: {image})")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as after python -m")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="SCRIPT", help="(default: train.py)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -65,22 +93,22 @@ def fill(arguments: argparse.Namespace) -> str:
     """Return the text of a script with what the options say."""
     system: str = arguments.system
     text = _FILES[system].read_text()
+    if "@SCRIPT@" not in text:
+        return text
     gpus: int | None = arguments.gpus_per_node
     ranks: int = arguments.ranks_per_node or gpus or 1
-    given = {"--account": arguments.account, "--queue": arguments.queue, "--image": arguments.image}
-    given |= {"--gpus-per-node": gpus, "--env": arguments.env}
-    places = ("ACCOUNT", "QUEUE", "IMAGE", "GPUS", "ENVIRONMENT")
-    for (option, value), place in zip(given.items(), places, strict=True):
-        if value and f"@{place}@" not in text:
-            sys.exit(f"keras-hpc template: {option} has no place in a script for {system}. Received: {option}")
     if gpus and gpus % ranks:
         sys.exit(
             f"keras-hpc template: each rank takes one GPU or a part of the node's. Expected --gpus-per-node as a "
             f"multiple of --ranks-per-node. Received: {gpus} GPUs, {ranks} ranks"
         )
+    words: list[str] = arguments.words or ([] if arguments.module else ["train.py"])
+    if not words or any("\n" in word for word in words):
+        sys.exit(f"keras-hpc template: expected a script, or a module after -m, on one line. Received: {words}")
+    words = ["-m", *words] if arguments.module else words
+    account, queue = getattr(arguments, "account", None), getattr(arguments, "queue", None)
     hours, seconds = divmod(arguments.time, 3600)
     minutes, seconds = divmod(seconds, 60)
-    words = shlex.split(arguments.script)
     values = {
         "NODES": arguments.nodes,
         "RANKS": ranks,
@@ -94,10 +122,10 @@ def fill(arguments: argparse.Namespace) -> str:
         "SECONDS": arguments.time,
         "JOB": arguments.job,
         "SCRIPT": json.dumps(words) if system == "kubernetes" else shlex.join(words),
-        "IMAGE": arguments.image or "registry.example.org/train:latest",
-        "ENVIRONMENT": "\n".join(arguments.env) or _NO_ENVIRONMENT,
-        "ACCOUNT": _ACCOUNT[system].format(arguments.account) if arguments.account else "",
-        "QUEUE": _QUEUE[system].format(arguments.queue) if arguments.queue else "",
+        "IMAGE": getattr(arguments, "image", ""),
+        "ENVIRONMENT": "\n".join(getattr(arguments, "env", [])) or _NO_ENVIRONMENT,
+        "ACCOUNT": _ACCOUNT[system].format(account) if account else "",
+        "QUEUE": _QUEUE[system].format(queue) if queue else "",
         "GPUS": _gpus(system, gpus, ranks),
     }
     lines = []

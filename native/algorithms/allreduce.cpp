@@ -31,11 +31,20 @@ Algorithm usual_algorithm(size_t nbytes, size_t peers) {
   return peers <= some_peers ? Algorithm::pairwise : Algorithm::rabenseifner;
 }
 
-const Schedule& Schedules::of(Algorithm algorithm, size_t count) {
-  const auto [place, is_new] = made_.try_emplace({algorithm, count});
+const Schedule& Schedules::of(Algorithm algorithm, size_t count, const Partial& how) {
+  const auto [place, is_new] = made_.try_emplace({algorithm, count, how});
   if (is_new) {
     constexpr Schedule (*make[])(int, int, size_t) = {recursive_doubling, rabenseifner, ring, pairwise, radix_k};
-    place->second = make[static_cast<size_t>(algorithm)](static_cast<int>(peers_.ranks.size()), peers_.me, count);
+    const auto of_rank = [&](int rank) {
+      return make[static_cast<size_t>(algorithm)](static_cast<int>(peers_.ranks.size()), rank, count);
+    };
+    if (how.flow == Flow::to_all || peers_.ranks.size() > kPrunedPeers) {
+      place->second = of_rank(peers_.me);
+    } else {
+      std::vector<Schedule> of_ranks;
+      for (size_t rank = 0; rank < peers_.ranks.size(); ++rank) of_ranks.push_back(of_rank(static_cast<int>(rank)));
+      place->second = partial(of_ranks, peers_.me, count, how);
+    }
   }
   return place->second;
 }
@@ -53,6 +62,9 @@ void Allreduce::begin(Algorithm algorithm, const AllreduceBuffer& buffer) {
   b_ = buffer;
   wire_.set(buffer.dtype, buffer.wire);
   messages_->data = buffer.memory;
+  // A sum of two is the same in either order, and this way it is taken where it is needed.
+  if (buffer.how.flow != Flow::to_all && schedules_.peers().ranks.size() == 2 && !wire_.rounds())
+    algorithm = Algorithm::recursive_doubling;
   if (algorithm == Algorithm::library) {
     Channel* mpi_channel = schedules_.peers().mpi_channel;
     const Op op = buffer.op == Op::mean ? Op::sum : buffer.op;
@@ -63,7 +75,7 @@ void Allreduce::begin(Algorithm algorithm, const AllreduceBuffer& buffer) {
     }
     algorithm = usual_algorithm(wire_.nbytes(buffer.count), schedules_.peers().ranks.size());
   }
-  schedule_ = &schedules_.of(algorithm, buffer.count);
+  schedule_ = &schedules_.of(algorithm, buffer.count, buffer.how);
   step_ = 0;
   posted_ = false;
   const size_t nbytes = wire_.rounds() ? wire_.nbytes(buffer.count) : 0;
@@ -138,17 +150,18 @@ void Allreduce::take(const Step& step) {
       if (wire_.rounds()) wire_.decode(rounded(move.begin), at(move.begin), move.end - move.begin);
     return;
   }
-  if (step.receives.empty()) return;
-  parts_.clear();
-  size_t mine = 0;
   const std::byte* place = messages_->received.get();
-  for (const Move& move : step.receives) {
-    mine += move.peer < schedules_.peers().me;
-    parts_.push_back(place);
-    place += wire_.nbytes(move.end - move.begin);
+  for (auto move = step.receives.begin(); move != step.receives.end();) {
+    const size_t begin = move->begin, count = move->end - move->begin;
+    size_t mine = 0;
+    parts_.clear();
+    for (; move != step.receives.end() && move->begin == begin; ++move) {
+      mine += move->peer < schedules_.peers().me;
+      parts_.push_back(place);
+      place += wire_.nbytes(count);
+    }
+    wire_.combine(b_.op, at(begin), parts_, mine, count);
   }
-  const Move& move = step.receives.front();
-  wire_.combine(b_.op, at(move.begin), parts_, mine, move.end - move.begin);
 }
 
 }  // namespace keras_hpc

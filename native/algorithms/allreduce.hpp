@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "algorithms/kernels.hpp"
+#include "algorithms/partial.hpp"
 #include "algorithms/schedule.hpp"
 #include "algorithms/wire.hpp"
 #include "transport/pending.hpp"
@@ -42,12 +43,14 @@ class Schedules {
  public:
   explicit Schedules(Peers peers) : peers_(std::move(peers)) {}
   const Peers& peers() const { return peers_; }
-  // For `count` elements. It lives as long as this.
-  const Schedule& of(Algorithm algorithm, size_t count);
+  // For `count` elements. It lives as long as this. Between more than kPrunedPeers ranks everything travels: finding
+  // out what nobody needs takes time that grows with the square of their number.
+  static constexpr size_t kPrunedPeers = 128;
+  const Schedule& of(Algorithm algorithm, size_t count, const Partial& how = {});
 
  private:
   const Peers peers_;
-  std::map<std::pair<Algorithm, size_t>, Schedule> made_;
+  std::map<std::tuple<Algorithm, size_t, Partial>, Schedule> made_;
 };
 
 struct AllreduceBuffer {
@@ -58,6 +61,8 @@ struct AllreduceBuffer {
   Op op;       // mean is a sum here
   // Holds `data`. The network goes on using it after the operation was given up, so it is never the caller's.
   std::shared_ptr<void> memory;
+  // Where not all ranks need, or give, all: the others' results are any numbers. Not with Algorithm::library.
+  Partial how = {};
 };
 
 enum class Progress { none, some, done };

@@ -18,8 +18,8 @@ struct Move {
 
 struct Step {
   std::vector<Move> sends;     // the data as they are when the step begins
-  std::vector<Move> receives;  // in the order of ranks, if they are added
-  // What is received, all of it for the same elements, is added to the data. Otherwise it replaces them.
+  std::vector<Move> receives;  // if they are added: range by range, and for each in the order of ranks
+  // What is received is added to the data. Otherwise it replaces them.
   bool adds = false;
   // With values that are rounded while they travel: those that this rank must round before the step, because others
   // take them for the same. Whatever a step that does not add sends has been rounded so, or received.

@@ -13,7 +13,8 @@
 #include <vector>
 
 #include "device/device_call.hpp"
-#include "device/device_plan.hpp"
+#include "device/nccl_plan.hpp"
+#include "device/staged_plan.hpp"
 
 namespace keras_hpc {
 namespace {
@@ -75,12 +76,24 @@ class DeviceArray {
   const device::Pinned pinned_;
 };
 
+void attach(const OpenPlan& open, const std::shared_ptr<DevicePlan>& made) {
+  open.team->attach(made);
+  registry::set_device(open.plan.get(), made);
+}
+
 void open_device(const PyPlan& plan, int ordinal) {
   const OpenPlan open = plan.open();
   const nb::gil_scoped_release released;
-  const auto made = std::make_shared<DevicePlan>(*open.team, *open.plan, open.of_pipeline.get(), ordinal);
-  open.team->attach(made);
-  registry::set_device(open.plan.get(), made);
+  attach(open, std::make_shared<StagedPlan>(*open.team, *open.plan, open.of_pipeline.get(), ordinal));
+}
+
+void open_nccl(const PyPlan& plan, int ordinal, const nb::bytes& id) {
+  const OpenPlan open = plan.open();
+  device::NcclId found;
+  if (id.size() != sizeof found.bytes) throw nb::value_error("Expected the bytes that nccl_id returned.");
+  std::memcpy(found.bytes, id.c_str(), sizeof found.bytes);
+  const nb::gil_scoped_release released;
+  attach(open, std::make_shared<NcclPlan>(*open.team, *open.plan, ordinal, found));
 }
 
 }  // namespace
@@ -88,6 +101,8 @@ void open_device(const PyPlan& plan, int ordinal) {
 void bind_device(nb::module_& m, nb::class_<PyPlan>& plan) {
   plan.def("open_device", &open_device, "ordinal"_a,
            "From now on its tensors are on this GPU. Fails on this rank alone.")
+      .def("open_nccl", &open_nccl, "ordinal"_a, "id"_a,
+           "Collective. The same, reduced by NCCL from GPU to GPU; `id` is what nccl_id returned on one rank.")
       .def("close_device",
            [](const PyPlan& plan) {
              const OpenPlan open = plan.open();
@@ -181,6 +196,19 @@ void bind_device(nb::module_& m, nb::class_<PyPlan>& plan) {
         return std::make_tuple(speeds.to_host, speeds.to_device);
       },
       "ordinal"_a, "nbytes"_a, "Bytes per second from a GPU to pinned memory, and back, in copies of so many bytes.");
+  m.def(
+      "load_nccl",
+      [](const std::string& path) {
+        device::nccl(path);
+        return device::nccl_version();
+      },
+      "path"_a = "",
+      "The version, such as 23004, of the NCCL that this process has loaded, else of that at `path`, else the "
+      "system's.");
+  m.def("nccl_id", [] {
+    const device::NcclId id = device::new_nccl_id();
+    return nb::bytes(id.bytes, sizeof id.bytes);
+  });
   m.def("pinned_bytes", &device::pinned_bytes, "Memory of this process that is pinned for GPUs.");
   m.def(
       "device_driver_version",

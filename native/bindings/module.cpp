@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Conversions between Python and the engine; no algorithm.
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <string>
+#include <tuple>
+#include <vector>
 
+#include "algorithms/allreduce.hpp"
 #include "bindings/device.hpp"
 #include "bindings/exchange.hpp"
 #include "bindings/local_steps.hpp"
@@ -30,10 +34,31 @@ struct PyStopwatch {
   }
 };
 
-nb::list take_trace() {
-  nb::list events;
-  for (const trace::Event& e : trace::take()) events.append(nb::make_tuple(e.name, e.kind, e.team, e.begin, e.end));
-  return events;
+nb::bytes take_trace() {
+  std::string events;
+  {
+    const nb::gil_scoped_release release;
+    events = trace::take();
+  }
+  return nb::bytes(events.data(), events.size());
+}
+
+// What each of some ranks sends in an allreduce of so many elements. Flow is "all", "takers" or "givers", extents are
+// (begin, end, peer).
+std::vector<size_t> elements_sent(const std::string& algorithm, int ranks, size_t count, const std::string& flow,
+                                  const std::vector<std::tuple<size_t, size_t, int>>& extents) {
+  Partial how{flow == "all" ? Flow::to_all : flow == "takers" ? Flow::to_takers : Flow::from_givers, {}};
+  for (const auto& [begin, end, peer] : extents) how.extents.push_back({begin, end, peer});
+  std::vector<size_t> sent;
+  std::vector<int> everyone;
+  for (int rank = 0; rank < ranks; ++rank) everyone.push_back(rank);
+  for (int rank = 0; rank < ranks; ++rank) {
+    Schedules schedules({everyone, rank});
+    size_t& elements = sent.emplace_back(0);
+    for (const Step& step : schedules.of(parse_algorithm(algorithm), count, how))
+      for (const Move& move : step.sends) elements += move.end - move.begin;
+  }
+  return sent;
 }
 
 }  // namespace
@@ -83,6 +108,10 @@ NB_MODULE(_native, m) {
   m.def("control_group", &ControlGroup::mine, "root"_a = "",
         "What the control groups of this process allow it; below another root folder, for tests.");
 
+  m.def("elements_sent", &elements_sent, "algorithm"_a, "ranks"_a, "count"_a, "flow"_a, "extents"_a,
+        "What each of some ranks sends in an allreduce.");
   m.def("set_tracing", [](bool enabled) { trace::enabled = enabled; }, "enabled"_a);
-  m.def("take_trace", &take_trace, "Events (name, kind, team, begin, end) since the last call; seconds.");
+  m.def("take_trace", &take_trace,
+        "Events since the last call, a JSON list of [name, kind, team, begin, end], in seconds; nothing if there are "
+        "none.");
 }

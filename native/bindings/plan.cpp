@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/plan.hpp"
 
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -8,14 +9,19 @@ namespace keras_hpc {
 
 PyPlan make_plan(const PyTeam& owner, const std::string& name, const std::vector<Spec>& tensors, const std::string& op,
                  bool weighted, const std::string& wire, bool in_segment, bool pipelined, size_t bucket_bytes,
-                 const std::vector<int>& givers) {
+                 const std::vector<int>& givers, const std::vector<std::vector<std::pair<int64_t, int>>>& takers) {
   std::vector<TensorSpec> specs;
   for (const auto& [tensor, dtype, count] : tensors) {
     if (count < 0) throw nb::value_error("A tensor has 0 elements or more.");
     specs.push_back({tensor, parse_dtype(dtype), count});
   }
   const auto team = owner.get();
-  const PlanOptions options{parse_op(op), weighted, parse_wire(wire), in_segment || pipelined, bucket_bytes, givers};
+  PlanOptions options{parse_op(op), weighted, parse_wire(wire), in_segment || pipelined, bucket_bytes, givers, {}};
+  if (pipelined && !takers.empty()) throw nb::value_error("All ranks need all of a pipelined plan.");
+  for (const auto& of_tensor : takers) {
+    Shares& shares = options.takers.emplace_back();
+    for (const auto& [end, rank] : of_tensor) shares.push_back({end, rank});
+  }
   const auto plan = WithoutGil()([&] { return team->make_plan(name, specs, options); });
   const auto pipeline = pipelined ? team->make_pipeline(*plan) : nullptr;
   return {&owner, plan, pipeline, registry::add(team, plan, pipeline)};

@@ -2,6 +2,7 @@
 #include "bindings/team.hpp"
 
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -109,8 +110,11 @@ void bind_team(nb::module_& m) {
       .def_prop_ro("node_count", [](const PyTeam& team) { return team.get()->topology().node_count; })
       .def_prop_ro("threads", [](const PyTeam& team) { return team.get()->threads(); })
       .def("plan", &make_plan, "name"_a, "tensors"_a, "op"_a, "weighted"_a, "wire_dtype"_a = "", "in_segment"_a = false,
-           "pipelined"_a = false, "bucket_bytes"_a = 0, "givers"_a = std::vector<int>(), nb::keep_alive<0, 1>(),
-           "Collective: a plan for tensors (name, dtype, count); of a sum, perhaps the rank that alone gives each.")
+           "pipelined"_a = false, "bucket_bytes"_a = 0, "givers"_a = std::vector<int>(),
+           "takers"_a = std::vector<std::vector<std::pair<int64_t, int>>>(), nb::keep_alive<0, 1>(),
+           "Collective: a plan for tensors (name, dtype, count); of a sum, perhaps the rank that alone gives each; or "
+           "for "
+           "each the ranks that alone need its elements: up to (end, rank) of one after the other.")
       .def("allreduce", &allreduce, "data"_a.noconvert(), "dtype"_a, "op"_a, "path"_a = "", "wire_dtype"_a = "",
            "what"_a = "", "shape"_a = std::vector<int64_t>())
       .def(

@@ -50,6 +50,7 @@ struct Uuid {
   X(unpin, "cuMemHostUnregister", Result(void*))                                                        \
   X(copy_to_host, "cuMemcpyDtoHAsync_v2", Result(void* to, Pointer from, size_t, StreamHandle))         \
   X(copy_to_device, "cuMemcpyHtoDAsync_v2", Result(Pointer to, const void* from, size_t, StreamHandle)) \
+  X(copy_within, "cuMemcpyDtoDAsync_v2", Result(Pointer to, Pointer from, size_t, StreamHandle))        \
   X(set_words, "cuMemsetD32Async", Result(Pointer, unsigned value, size_t count, StreamHandle))         \
   X(pointer_attribute, "cuPointerGetAttribute", Result(void*, int attribute, Pointer))
 
@@ -60,7 +61,7 @@ struct Api {
 };
 
 // Values of CUDA's enumerations.
-constexpr Result kNotReady = 600;
+constexpr Result kInvalidValue = 1, kNotReady = 600;
 constexpr unsigned kNonBlockingStream = 1, kNoTiming = 2, kPortable = 1;
 constexpr int kMemoryType = 2, kDeviceOrdinal = 9;
 constexpr unsigned kDeviceMemory = 2;

@@ -24,11 +24,12 @@ const Api& driver_or_throw() {
   return *found;
 }
 
+template <class Raised = DriverError>
 [[noreturn]] void raise(const Api& api, Result result, const char* function) {
   const char* name = nullptr;
   api.error_name(result, &name);
-  throw DriverError(std::string("The GPU's driver: ") + function + " failed with " +
-                    (name == nullptr ? "error " + std::to_string(result) : name) + ".");
+  throw Raised(std::string("The GPU's driver: ") + function + " failed with " +
+               (name == nullptr ? "error " + std::to_string(result) : name) + ".");
 }
 
 // As nvidia-smi writes it.
@@ -87,7 +88,9 @@ void Device::check(Result result, const char* function) const {
 void Device::check_owns(Pointer data, const std::string& what) const {
   unsigned type = 0;
   int ordinal = -1;
-  if (api_.pointer_attribute(&type, kMemoryType, data) != 0 || type != kDeviceMemory)
+  const Result known = api_.pointer_attribute(&type, kMemoryType, data);
+  if (known != kInvalidValue) check(known, "cuPointerGetAttribute");
+  if (known == kInvalidValue || type != kDeviceMemory)
     throw Error(what + " is not in a GPU's memory. Expected a tensor on GPU " + std::to_string(ordinal_) + ".");
   check(api_.pointer_attribute(&ordinal, kDeviceOrdinal, data), "cuPointerGetAttribute");
   if (ordinal != ordinal_)
@@ -154,7 +157,8 @@ Pinned::Pinned(const Device& device, std::byte* data, size_t nbytes) : device_(d
   begin_ = data - address % kPage;
   nbytes_ = (address % kPage + nbytes + kPage - 1) / kPage * kPage;
   const Current current(device_);
-  device_.check(device_.api().pin(begin_, nbytes_, kPortable), "cuMemHostRegister");
+  if (const Result result = device_.api().pin(begin_, nbytes_, kPortable); result != 0)
+    raise<NotPinned>(device_.api(), result, "cuMemHostRegister");
   all_pinned += nbytes_;
 }
 

@@ -16,6 +16,11 @@ struct DriverError : Error {
   using Error::Error;
 };
 
+// The driver does not pin this memory. It can copy it nevertheless.
+struct NotPinned : DriverError {
+  using DriverError::DriverError;
+};
+
 struct Description {
   int ordinal;  // among those that this process sees
   std::string name, uuid, bus_id;

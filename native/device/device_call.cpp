@@ -16,6 +16,8 @@
 namespace keras_hpc {
 namespace {
 
+constexpr auto kNap = std::chrono::microseconds(10);  // between two looks at the device
+
 // What the calls of a team on one GPU have in common: memory of the host, which grows to the largest.
 class Staging final : public Attendant {
  public:
@@ -25,8 +27,10 @@ class Staging final : public Attendant {
   void stop() override {
     const std::lock_guard lock(mutex_);
     try {
-      await();                // the device may read the memory that will be freed
-    } catch (const Error&) {  // then it does nothing any more
+      await();                              // the device may still read or write there
+    } catch (const device::DriverError&) {  // then it does nothing any more
+    } catch (const Error&) {
+      abandon();
     }
   }
 
@@ -38,17 +42,39 @@ class Staging final : public Attendant {
     await();
     reserve(nbytes);
     device_.check(device_.api().copy_to_host(host_.get(), data, nbytes, stream), "cuMemcpyDtoHAsync");
-    event_.record(stream);
+    mark(stream);
     await();
     reduce(host_.get());
     device_.check(device_.api().copy_to_device(data, host_.get(), nbytes, stream), "cuMemcpyHtoDAsync");
-    event_.record(stream);
+    mark(stream);
     if (stream == nullptr) await();  // who has no stream of its own looks at once
   }
 
  private:
+  // The copy is the stream's last. Where that cannot be marked, it is over when the stream has come to its end.
+  void mark(device::StreamHandle stream) {
+    try {
+      event_.record(stream);
+    } catch (const device::DriverError&) {
+      device::Result result = device::kNotReady;
+      for (const auto begin = Clock::now(); result == device::kNotReady && seconds_since(begin) < team_.time_limit();
+           std::this_thread::sleep_for(kNap))
+        result = device_.api().query_stream(stream);
+      if (result != 0) abandon();
+      throw;
+    }
+  }
+
+  // The memory is never given back: the device may write there, if it ever goes on.
+  void abandon() {
+    if (host_ != nullptr) new std::shared_ptr<std::byte>(host_);
+    pinned_.release();
+    host_ = nullptr;
+    nbytes_ = 0;
+  }
+
   void await() const {
-    for (const auto begin = Clock::now(); !event_.is_over(); std::this_thread::sleep_for(std::chrono::microseconds(10)))
+    for (const auto begin = Clock::now(); !event_.is_over(); std::this_thread::sleep_for(kNap))
       if (seconds_since(begin) > team_.time_limit())
         throw Timeout("The GPU of rank " + std::to_string(team_.topology().rank) +
                       " has not copied what is to be reduced, or its result, within the time limit.");
@@ -61,8 +87,8 @@ class Staging final : public Attendant {
     host_ = device::pages(nbytes);
     nbytes_ = nbytes;
     try {
-      pinned_.emplace(device_, host_.get(), nbytes);
-    } catch (const device::DriverError&) {  // then its copies are slower, and wait
+      pinned_ = std::make_unique<device::Pinned>(device_, host_.get(), nbytes);
+    } catch (const device::NotPinned&) {  // then its copies are slower, and wait
     }
   }
 
@@ -71,7 +97,7 @@ class Staging final : public Attendant {
   device::Event event_;  // of the last copy
   std::mutex mutex_;
   std::shared_ptr<std::byte> host_;
-  std::optional<device::Pinned> pinned_;
+  std::unique_ptr<device::Pinned> pinned_;
   size_t nbytes_ = 0;
 };
 

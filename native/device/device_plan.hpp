@@ -1,31 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// A plan whose tensors are on a GPU, staged through pinned memory of the host.
-//
-// A step, for each tensor:   start_on   what the caller's stream has computed is copied to the host, on a stream of
-// ours
-//                            courier    once the copy is there, starts the tensor in the plan on the host; once that is
-//                                       reduced, copies the mean back, on another stream of ours
-// and in its end:            wait_on    blocks until all copies back are queued; the caller's stream waits for them
-//
-// So the host waits only in wait_on, and the GPU for nothing but its data. The order is made by events alone:
-//   ready[t]    on the caller's stream at start_on; the stream `out` waits for it before it copies
-//   arrived[t]  on `out` after that copy; the courier asks for it
-//   back        on `in` after the last copy back; the caller's stream waits for it, and `out` does at the next start
-// The plan's tensors live in its segment, whose part of this rank is pinned: owners reduce there what the GPU has put
-// there. Pipelined steps exchange the segment's average with pinned memory of their own.
+// A plan whose tensors are on a GPU: what all ways of reducing them have in common. staged_plan.hpp goes through memory
+// of the host, nccl_plan.hpp from GPU to GPU.
 #pragma once
 #include <atomic>
-#include <condition_variable>
-#include <deque>
+#include <chrono>
 #include <exception>
-#include <memory>
+#include <functional>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
+#include "common/condition.hpp"
 #include "device/device.hpp"
 #include "engine/attendant.hpp"
-#include "engine/pipeline.hpp"
 #include "engine/plan.hpp"
 
 namespace keras_hpc {
@@ -39,24 +27,19 @@ struct DeviceWeight {
   size_t nbytes = 0;  // there: 4 of a float, or 8 of a double
 };
 
-class DevicePlan final : public Attendant {
+class DevicePlan : public Attendant {
  public:
-  // `plan` has its tensors in its segment; `pipeline`: null where steps are synchronous. Throws Error where the device
-  // cannot be opened or the memory not be pinned: by this rank alone, so ranks agree on what they do then.
-  DevicePlan(Team& team, Plan& plan, Pipeline* pipeline, int ordinal);
-  ~DevicePlan() override;
-
   // Reduces a tensor where it is on the device, after what the stream has been given so far. It is the engine's until
   // the stream has waited. Returns at once. Thread-safe.
-  void start_on(int tensor, device::Pointer data, const DeviceWeight& weight, device::StreamHandle stream);
+  virtual void start_on(int tensor, device::Pointer data, const DeviceWeight& weight, device::StreamHandle stream) = 0;
   // A tensor on the host, whose mean is in the plan's memory after wait_on; null: zeros.
-  void start(int tensor, const void* data, double weight);
+  virtual void start(int tensor, const void* data, double weight) = 0;
   // Once all tensors have been started: blocks until all are reduced. What is given to the stream from then on finds
   // the means. After an error nothing of ours reads or writes the tensors any more. No wait for the device is longer
   // than the team's limit.
-  void wait_on(device::StreamHandle stream);
+  virtual void wait_on(device::StreamHandle stream) = 0;
   // What the second update of a pipelined step applies, as Pipeline::second.
-  void second_on(const std::vector<device::Pointer>& data, device::StreamHandle stream);
+  virtual void second_on(const std::vector<device::Pointer>& data, device::StreamHandle stream) = 0;
 
   // How many updates the step makes, into memory of the device.
   void write_updates(device::Pointer to, device::StreamHandle stream);
@@ -66,61 +49,74 @@ class DevicePlan final : public Attendant {
   bool is_of(const Plan& plan) const override { return &plan_ == &plan; }
   void stop() override;
 
- private:
-  struct Tensor {
-    explicit Tensor(const device::Device& device) : ready(device), arrived(device) {}
-    device::Event ready, arrived;
-    device::Pointer data = 0;  // 0: on the host
-    bool started = false;      // by the caller
-    bool in_plan = false;      // and in the plan on the host
-  };
+ protected:
+  static constexpr auto kNap = std::chrono::microseconds(10);  // between two looks at what is on its way
+
+  DevicePlan(Team& team, Plan& plan, int ordinal);
 
   int count() const { return plan_.layout().tensor_count(); }
   size_t nbytes(int tensor) const { return plan_.layout().range(tensor).size(); }
-  std::byte* place(int tensor) const { return places_ + plan_.layout().range(tensor).begin; }
-  Tensor& of(int tensor) { return *tensors_[static_cast<size_t>(tensor)]; }
 
-  void begin(int tensor);
-  void serve();
-  bool take_arrivals();
-  bool give_back();
-  void start_in_plan(int tensor);
-  double weight_now() const;
+  // Runs a thread of ours until stop(), with the device's context. What it cannot begin with is thrown here, what it
+  // throws later is the team's error.
+  void run_courier(std::function<void()> work);
+  virtual int updates() const { return 1; }
+  virtual std::vector<const device::Stream*> streams() const = 0;  // ours
+  // The device has not done all on them, and may write somewhere later: that memory is never given back.
+  virtual void abandon() = 0;
+
+  void check_memory(int tensor, device::Pointer data) const;
+  // Until the step is over, or there is an error, which it throws; the caller may interrupt it.
+  void await_end(std::unique_lock<std::mutex>& lock, const bool& over);
+  // Until the device has done what it was given, as long as the team waits for other ranks.
   template <class Ready>
   void await(Ready&& ready, const char* what);
-  void await_copies_back();
-  void look_at_device(bool moved);
+  // With the device's context. An error is the team's.
   template <class Caught = std::exception, class F>
   void guarded(F&& f);
   void fail(std::exception_ptr error);
-  void drain() noexcept;
+  // Until the device has done what it was given: the caller's memory is the caller's again. False: it may never.
+  bool drain() noexcept;
   void throw_if_failed();
+  Timeout late(const std::string& what) const;
+  double time_limit() const;
 
   Team& team_;
   Plan& plan_;
-  Pipeline* const pipeline_;
   const device::Device device_;
-  const std::shared_ptr<std::byte> memory_;  // the plan's; it may outlive it
-  std::shared_ptr<std::byte> own_;           // of pipelined steps
-  std::byte* places_;                        // where each tensor goes to and comes from
-  size_t nbytes_;
-  std::shared_ptr<std::byte> weight_place_;
-  std::unique_ptr<device::Pinned> pinned_, pinned_weight_;
-  std::unique_ptr<device::Stream> out_, in_;
-  std::unique_ptr<device::Event> back_;
-  std::vector<std::unique_ptr<Tensor>> tensors_;
 
   std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<int> on_their_way_;  // to the host, in the order of `out`
-  int started_ = 0, in_plan_ = 0;
-  int back_count_ = 0;  // the tensors before it are on their way back
-  DeviceWeight weight_;
-  Clock::time_point moved_at_;  // when something last happened in this step
-  bool over_ = false;           // all are on their way back
+  Condition changed_;
   std::exception_ptr error_;
+  std::atomic<bool> is_hung_{false};  // the device, when it was last waited for
   std::atomic<bool> stopping_{false};
+
+ private:
+  device::Event end_;  // of finish
   std::thread courier_;
 };
+
+template <class Ready>
+void DevicePlan::await(Ready&& ready, const char* what) {
+  for (const auto begin = Clock::now(); !ready(); std::this_thread::sleep_for(kNap)) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (error_) std::rethrow_exception(error_);
+    }
+    if (seconds_since(begin) > time_limit()) throw late(what);
+  }
+}
+
+template <class Caught, class F>
+void DevicePlan::guarded(F&& f) {
+  try {
+    const device::Current current(device_);
+    f();
+  } catch (const Caught&) {
+    fail(std::current_exception());
+    drain();
+    throw;
+  }
+}
 
 }  // namespace keras_hpc

@@ -109,6 +109,7 @@ bool AllreduceCall::can(Path path, const void* data, size_t count, DType dtype, 
       return true;
     case Path::library:
       return meeting_->channel().can_allreduce(dtype, op == Op::mean ? Op::sum : op);
+    case Path::nccl:
     case Path::unknown:
       return true;
   }
@@ -158,6 +159,7 @@ void AllreduceCall::take(Path path, const Buffer& b) {
       return staged(b);
     case Path::library:
       return library(b);
+    case Path::nccl:
     case Path::unknown: {
       const bool in_area = area_of(b.data, b.nbytes()) != nullptr;
       meeting_->post(b.signature, in_area);

@@ -6,12 +6,18 @@
 namespace keras_hpc {
 namespace {
 
-constexpr const char* kPlaces[] = {"private", "segment", "network"};
+constexpr const char* kPlaces[] = {"private", "segment", "network", "device"};
+
+Path parse_device_path(const std::string& name) {
+  for (const Path path : {Path::staged, Path::nccl})
+    if (name == name_of(path)) return path;
+  throw Error("Unknown way of a plan on GPUs. Expected staged or nccl. Received: " + name);
+}
 
 }  // namespace
 
 const char* name_of(Path path) {
-  constexpr const char* names[] = {"slot", "push", "staged", "library", "unknown"};
+  constexpr const char* names[] = {"slot", "push", "staged", "library", "nccl", "unknown"};
   return names[static_cast<size_t>(path)];
 }
 
@@ -27,13 +33,14 @@ void Choices::add(const Choice& choice) {
 }
 
 void Choices::add(const Named& choice) {
-  for (const Place place : {Place::own, Place::segment, Place::network}) {
+  for (const Place place : {Place::own, Place::segment, Place::network, Place::device}) {
     if (choice.place != kPlaces[static_cast<size_t>(place)]) continue;
-    const int way = place == Place::network ? static_cast<int>(parse_algorithm(choice.way))
-                                            : static_cast<int>(parse_path(choice.way));
+    const int way = place == Place::network  ? static_cast<int>(parse_algorithm(choice.way))
+                    : place == Place::device ? static_cast<int>(parse_device_path(choice.way))
+                                             : static_cast<int>(parse_path(choice.way));
     return add({place, choice.from, choice.to, way});
   }
-  throw Error("Unknown place of data. Expected private, segment or network. Received: " + choice.place);
+  throw Error("Unknown place of data. Expected private, segment, network or device. Received: " + choice.place);
 }
 
 std::optional<int> Choices::find(Place place, size_t nbytes) const {

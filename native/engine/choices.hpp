@@ -12,12 +12,13 @@
 
 namespace keras_hpc {
 
-// An array of the process; one in memory that the ranks of the node share; a slice on its way between nodes.
-enum class Place { own, segment, network };
-// The ways for the first two, see allreduce_call.hpp; for the third they are algorithms.
-enum class Path { slot, push, staged, library, unknown };
+// An array of the process; one in memory that the ranks of the node share; a slice on its way between nodes; a plan
+// whose tensors are on GPUs.
+enum class Place { own, segment, network, device };
+// The ways for the first two, see allreduce_call.hpp; for the third they are algorithms; the last has staged and nccl.
+enum class Path { slot, push, staged, library, nccl, unknown };
 const char* name_of(Path path);
-Path parse_path(const std::string& name);
+Path parse_path(const std::string& name);  // of an allreduce
 
 class Choices {
  public:

@@ -8,6 +8,7 @@
 
 #include "common/error.hpp"
 #include "common/index.hpp"
+#include "engine/trace.hpp"
 
 namespace keras_hpc {
 namespace {
@@ -306,6 +307,7 @@ void Exchanges::wait(int exchange, bool adjoint, void* result) {
     }
     return operation.is_done();
   };
+  const auto begin = Clock::now();
   const Waiting waiting(*this, operation);
   if (!wait_watched(team_, team_.callers[topology_.local_rank], ready, waiting)) {
     const std::vector<int> missing = operation.missing();
@@ -317,6 +319,7 @@ void Exchanges::wait(int exchange, bool adjoint, void* result) {
                       ". Do all ranks run the same steps?",
                   missing.empty() ? -1 : missing[0]);
   }
+  if (trace::enabled) trace::record(operation.spec.name, adjoint ? "rows backward" : "rows", team_.number, begin);
   finish(operation);
   operations_.pop_front();
 }

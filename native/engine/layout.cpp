@@ -2,11 +2,14 @@
 #include "engine/layout.hpp"
 
 #include <algorithm>
+#include <map>
 
 namespace keras_hpc {
 namespace {
 
 constexpr size_t kAlign = 64;  // a cache line
+// Side by side, a tensor with fewer bytes begins where the one before ends: what travels is not mostly gaps.
+constexpr size_t kOwnLineBytes = 512;
 constexpr size_t kBucketBytes = 1 << 20, kLargeBucketBytes = 4 << 20;
 constexpr int kManyNodes = 32;  // between which fewer, larger messages are faster
 size_t align(size_t nbytes) {
@@ -21,7 +24,8 @@ BucketBytes BucketBytes::of(const Topology& topology, size_t asked) {
   return {most, std::min(most, kBucketBytes)};
 }
 
-Layout::Layout(const std::vector<TensorSpec>& tensors, int lanes, BucketBytes bucket_bytes)
+Layout::Layout(const std::vector<TensorSpec>& tensors, int lanes, BucketBytes bucket_bytes,
+               const std::vector<std::vector<Run>>& runs, bool side_by_side)
     : lanes_(static_cast<size_t>(lanes)) {
   size_t all = 0;
   for (const TensorSpec& tensor : tensors) all += align(static_cast<size_t>(tensor.count) * size_of(tensor.dtype));
@@ -33,27 +37,42 @@ Layout::Layout(const std::vector<TensorSpec>& tensors, int lanes, BucketBytes bu
   for (size_t t = 0; t < tensors.size(); ++t) {
     const TensorSpec& tensor = tensors[t];
     const size_t size = static_cast<size_t>(tensor.count) * size_of(tensor.dtype);
-    const size_t end = nbytes_ + align(size);
     const size_t most = nbytes_ < all - all / 10 ? bucket_bytes.most : bucket_bytes.last;
-    ranges_.push_back({nbytes_, nbytes_ + size});
-    if (open.dtype != tensor.dtype || end - open.begin > most) close();
-    if (open.begin == open.end) {
-      open.first = static_cast<int>(t);
-      open.dtype = tensor.dtype;
-    }
-    open.last = static_cast<int>(t);
-    if (size > most) {  // cut a large tensor into parts of equal size
-      const size_t parts = (size + most - 1) / most;
-      for (size_t part = 0; part < parts; ++part) {
-        open.end = part + 1 < parts ? nbytes_ + align((end - nbytes_) * (part + 1) / parts) : end;
-        close();
+    const bool small = side_by_side && size < std::min(kOwnLineBytes, most + 1);
+    const bool joins =
+        small && open.dtype == tensor.dtype && open.end > open.begin && nbytes_ + size <= open.begin + most;
+    const size_t begin = joins ? nbytes_ : align(nbytes_);
+    const size_t end = begin + (small ? size : align(size));
+    ranges_.push_back({begin, begin + size});
+    const std::vector<Run> of_all = {{size, -1}};
+    const std::vector<Run>& of_tensor = runs.empty() || runs[t].empty() ? of_all : runs[t];
+    size_t run_begin = begin;
+    for (size_t r = 0; r < of_tensor.size(); ++r) {
+      const size_t run_size = begin + of_tensor[r].end - run_begin;
+      const size_t run_end = r + 1 < of_tensor.size() ? run_begin + run_size : end;
+      if (open.dtype != tensor.dtype || open.owner != of_tensor[r].owner || run_end - open.begin > most) close();
+      if (open.begin == open.end) {
+        open.begin = open.end = run_begin;
+        open.first = static_cast<int>(t);
+        open.dtype = tensor.dtype;
+        open.owner = of_tensor[r].owner;
       }
+      open.last = static_cast<int>(t);
+      if (run_size > most) {  // cut a large one into parts of equal size
+        const size_t parts = (run_size + most - 1) / most;
+        for (size_t part = 0; part < parts; ++part) {
+          open.end = part + 1 < parts ? run_begin + align((run_end - run_begin) * (part + 1) / parts) : run_end;
+          close();
+        }
+      }
+      open.end = run_end;
+      if (run_size > most) open.begin = run_end;
+      run_begin = run_end;
     }
-    open.end = end;
     nbytes_ = end;
-    if (size > most) open.begin = end;
   }
   close();
+  nbytes_ = align(nbytes_);
   buckets_of_.resize(tensors.size());
   for (int b = 0; b < static_cast<int>(buckets_.size()); ++b) {
     const Bucket& bucket = buckets_[static_cast<size_t>(b)];
@@ -72,6 +91,21 @@ void Layout::add_bucket(Bucket bucket) {
   bucket.number = static_cast<int>(lane.size());
   lane.push_back(static_cast<int>(buckets_.size()));
   buckets_.push_back(bucket);
+}
+
+void Layout::alternate_owners() {
+  for (auto& lane : lanes_) {
+    std::map<int, std::vector<int>> of_owner;
+    for (const int b : lane) of_owner[buckets_[static_cast<size_t>(b)].owner].push_back(b);
+    const size_t count = lane.size();
+    lane.clear();
+    for (size_t i = 0; lane.size() < count; ++i)
+      for (const auto& [owner, owned] : of_owner)
+        if (i < owned.size()) {
+          buckets_[static_cast<size_t>(owned[i])].number = static_cast<int>(lane.size());
+          lane.push_back(owned[i]);
+        }
+  }
 }
 
 Range Layout::slice(const Bucket& bucket, int slice, int owners) {

@@ -27,11 +27,33 @@ bool has_float16(const std::vector<TensorSpec>& tensors, std::optional<DType> wi
                                                [](const TensorSpec& tensor) { return tensor.dtype == DType::float16; });
 }
 
+// Between nodes a message that fits one frame takes two thirds of the time of one that does not. Whether all ranks need
+// all or not: the bits of a sum depend on where in the buffer an element lies.
+bool lie_side_by_side(const Topology& topology, const PlanOptions& options) {
+  return topology.node_count > 1 && !options.in_segment;
+}
+
 // Of a plan across nodes that has few bytes, of all ranks of the largest node together, one rank a node alone is
 // faster: the others need not be woken to send theirs. All nodes decide alike, whatever ranks they have themselves.
 int owners_of(const Topology& topology, const Layout& layout) {
   const bool few = at(topology.largest_node) * layout.nbytes() <= kFewBytes;
   return topology.node_count > 1 && few ? 1 : topology.owners;
+}
+
+// Checks who alone gives or needs what, and says what that lets ranks of a single node own.
+std::vector<std::vector<Run>> owned_alone(const PlanOptions& options, const std::vector<TensorSpec>& tensors,
+                                          const Topology& topology, const std::string& name) {
+  const std::vector<int>& givers = options.givers;
+  check_shares(options.takers, tensors, topology, name);
+  if (givers.empty()) return runs_of(options.takers, tensors, topology);
+  if (options.op != Op::sum || options.wire || options.in_segment || givers.size() != tensors.size() ||
+      !options.takers.empty())
+    throw Error(
+        "Expected a sum that is sent as it is to all, outside of the segment, and a giver for each tensor of '" + name +
+        "'.");
+  for (const int giver : givers)
+    if (giver < 0 || giver >= topology.size) throw Error("The giver of a tensor is a rank of the team.");
+  return runs_of(shares_of(givers, tensors), tensors, topology);
 }
 
 }  // namespace
@@ -49,20 +71,20 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
       wire_(options.wire),
       givers_(options.givers),
       divides_late_(weighted_ && topology_.node_count > 1 && !has_float16(tensors_, wire_)),
-      layout_(tensors_, lanes, BucketBytes::of(topology_, options.bucket_bytes)),
+      layout_(tensors_, lanes, BucketBytes::of(topology_, options.bucket_bytes),
+              owned_alone(options, tensors_, topology_, name_), lie_side_by_side(topology_, options)),
+      flow_(!options.takers.empty() ? Flow::to_takers
+            : givers_.empty()       ? Flow::to_all
+                                    : Flow::from_givers),
+      portions_(
+          portions_of(givers_.empty() ? options.takers : shares_of(givers_, tensors_), tensors_, layout_, topology_)),
       owners_(owners_of(topology_, layout_)),
       in_segment_(options.in_segment),
       data_(tensors_.size()),
       states_(tensors_.size()),
       unstarted_(layout_.buckets().size()),
       lanes_(at(lanes)) {
-  if (!givers_.empty()) {
-    if (op_ != Op::sum || wire_ || in_segment_ || givers_.size() != tensors_.size())
-      throw Error("Expected a sum that is sent as it is, outside of the segment, and a giver for each tensor of '" +
-                  name_ + "'.");
-    for (const int giver : givers_)
-      if (giver < 0 || giver >= topology_.size) throw Error("The giver of a tensor is a rank of the team.");
-  }
+  if (!givers_.empty()) layout_.alternate_owners();
   for (int t = 0; t < layout_.tensor_count(); ++t) tensor_bytes_ += layout_.range(t).size();
   if (tensor_bytes_ > kStreamedBytes) copy_tensor_ = copy_streaming;
   for (const TensorSpec& tensor : tensors_)
@@ -178,12 +200,16 @@ bool Plan::advance(int lane_number, Channel& channel) {
   return advanced;
 }
 
+bool Plan::next_is_started(const LaneState& lane) const {
+  if (lane.packed >= step_ * layout_.buckets_of_lane(lane.number).size()) return false;  // of the next execution
+  return unstarted_[at(memory_->turn(lane.number, lane.packed).index)].load(std::memory_order_seq_cst) == 0;
+}
+
 // Copies what others own of the next bucket into the segment, or all of a small one, once its tensors have been started
 // and its place is free.
 bool Plan::pack_next(LaneState& lane) {
-  if (lane.packed >= step_ * layout_.buckets_of_lane(lane.number).size()) return false;  // of the next execution
+  if (!next_is_started(lane)) return false;
   const Turn next = memory_->turn(lane.number, lane.packed);
-  if (unstarted_[at(next.index)].load(std::memory_order_seq_cst) > 0) return false;
   if (!memory_->has_place(lane.number, lane.packed)) return false;
   const auto pack = [&](const Range& range, std::byte* to) {
     for_parts(next, range, [&](int t, std::byte* tensor, size_t offset, size_t nbytes) {
@@ -231,7 +257,12 @@ void Plan::set_out(const Turn& turn, LaneState& lane) {
   lane.network->begin(
       turn.number, algorithms_[at(turn.index)],
       {sum_of(turn, lane) + (mine.begin - bucket.begin), mine.size() / size_of(bucket.dtype), bucket.dtype,
-       wire_.value_or(bucket.dtype), op_, in_segment_ ? std::shared_ptr<void>(lane.sums) : memory_->segment()});
+       wire_.value_or(bucket.dtype), op_, in_segment_ ? std::shared_ptr<void>(lane.sums) : memory_->segment(),
+       how_between_nodes(mine, bucket.dtype)});
+}
+
+bool Plan::is_under_way(int lane) const {
+  return lanes_[at(lane)].packed > lanes_[at(lane)].copied || next_is_started(lanes_[at(lane)]);
 }
 
 bool Plan::uses_network(int lane) const {
@@ -264,9 +295,12 @@ bool Plan::copy_next(LaneState& lane) {
     if (memory_->lowest(Stage::reduced, lane.number, owners_) <= lane.copied) return false;
     for (int owner = 0; !in_segment_ && owner < owners_; ++owner)
       if (owner != topology_.local_rank)
-        for_parts(next, slice(next, owner), [&](int t, std::byte* tensor, size_t offset, size_t nbytes) {
-          if (givers_.empty() || !gives(t, topology_.local_rank))  // that one has it
-            copy_tensor_(tensor, memory_->result(next, owner) + offset, nbytes);
+        for_portions(slice(next, owner), [&](const Range& portion, int only) {
+          if (only != Portion::kEverybody && only != topology_.local_rank) return;
+          for_parts(next, portion, [&](int t, std::byte* tensor, size_t offset, size_t nbytes) {
+            if (givers_.empty() || !gives(t, topology_.local_rank))  // that one has it
+              copy_tensor_(tensor, memory_->result(next, owner) + offset, nbytes);
+          });
         });
   }
   ++lane.copied;
@@ -276,17 +310,9 @@ bool Plan::copy_next(LaneState& lane) {
 }
 
 Range Plan::slice(const Turn& turn, int owner) const {
-  return Layout::slice(turn.bucket, owner, owners_);
-}
-
-template <class F>
-void Plan::for_parts(const Turn& turn, const Range& range, F&& f) const {
   const Bucket& bucket = turn.bucket;
-  for (int t = bucket.first; t <= bucket.last; ++t) {
-    const Range part = layout_.part(t, range);
-    if (!part.empty())
-      f(t, data_[at(t)] + (part.begin - layout_.range(t).begin), part.begin - bucket.begin, part.size());
-  }
+  if (bucket.owner >= 0) return owner == bucket.owner ? whole(turn) : Range{bucket.begin, bucket.begin};
+  return Layout::slice(bucket, owner, owners_);
 }
 
 // How much the ranks of this node count in an execution. The sum over all nodes comes in one small message, and only
@@ -316,6 +342,7 @@ void Plan::reduce(const Turn& turn, LaneState& lane) {
   const int me = topology_.local_rank;
   const bool alone = topology_.node_count == 1;
   const bool small = memory_->is_small(turn.bucket);
+  const bool for_me = alone && !small && turn.bucket.owner == me;  // nobody else needs it
   for_parts(turn, small ? whole(turn) : slice(turn, me), [&](int t, std::byte* mine, size_t offset, size_t nbytes) {
     if (!givers_.empty()) {
       gather(turn, t, mine, offset, nbytes, lane);
@@ -326,58 +353,15 @@ void Plan::reduce(const Turn& turn, LaneState& lane) {
     for (int r = 0; r < topology_.local_size(); ++r) {
       const double factor = lane.weights.weighted ? lane.weights.factors[at(r)] : 1.0;
       std::byte* theirs = r == me ? mine : (small ? memory_->shown(turn, r) : memory_->sent(turn, me, r)) + offset;
-      if (in_segment_ && alone && !small && r != me) lane.outs.push_back(theirs);
+      if (in_segment_ && alone && !small && !for_me && r != me) lane.outs.push_back(theirs);
       if (factor == 0.0) continue;  // has no samples in this step; its values may be NaN
       lane.sources.push_back({theirs, factor});
     }
     // Across nodes, first only where the network takes it from.
-    if (!small && (!in_segment_ || !alone)) lane.outs.push_back(sum_of(turn, lane) + offset);
+    if (!small && !for_me && (!in_segment_ || !alone)) lane.outs.push_back(sum_of(turn, lane) + offset);
     if (alone) lane.outs.push_back(mine);
     keras_hpc::reduce(turn.bucket.dtype, op_, lane.sources.data(), lane.sources.size(), lane.weights.weighted,
                       lane.weights.scale, lane.outs.data(), lane.outs.size(), nbytes / size_of(turn.bucket.dtype));
-  });
-}
-
-bool Plan::gives(int tensor, int local_rank) const {
-  return givers_.empty() || givers_[at(tensor)] == topology_.local_ranks()[at(local_rank)];
-}
-
-// Hands on a part of this rank's slice, or of a small bucket, from the rank that gives it. Where that is on another
-// node, this one adds nothing to what the network brings.
-void Plan::gather(const Turn& turn, int tensor, std::byte* mine, size_t offset, size_t nbytes, LaneState& lane) {
-  const int me = topology_.local_rank;
-  const bool small = memory_->is_small(turn.bucket);
-  int giver = 0;
-  while (giver < topology_.local_size() && !gives(tensor, giver)) ++giver;
-  std::byte* sum = small ? nullptr : sum_of(turn, lane) + offset;
-  if (giver == topology_.local_size()) {
-    fill_neutral(turn.bucket.dtype, sum, nbytes);
-    return;
-  }
-  const std::byte* from =
-      giver == me ? mine : (small ? memory_->shown(turn, giver) : memory_->sent(turn, me, giver)) + offset;
-  if (sum != nullptr) copy_shared(sum, from, nbytes);
-  if (giver != me && topology_.node_count == 1) copy_shared(mine, from, nbytes);
-}
-
-// From where the network left it to this rank's own tensors, or to all ranks' where they live in the segment.
-void Plan::spread(const Turn& turn, LaneState& lane) {
-  const int me = topology_.local_rank;
-  // If nobody has samples, the sums are zeros.
-  const double scale = divides_late_ && lane.network->weight() > 0 ? 1.0 / lane.network->weight() : 1.0;
-  for_parts(turn, slice(turn, me), [&](int, std::byte* mine, size_t offset, size_t nbytes) {
-    std::byte* from = sum_of(turn, lane) + offset;
-    lane.outs.assign({mine});
-    for (int r = 0; r < topology_.local_size(); ++r)
-      if (r != me && in_segment_) lane.outs.push_back(memory_->sent(turn, me, r) + offset);
-    if (scale == 1.0) {
-      for (void* out : lane.outs) copy_shared(out, from, nbytes);
-      return;
-    }
-    if (!in_segment_ && topology_.local_size() > 1) lane.outs.push_back(from);  // where the other ranks find it
-    const Source source{from, 1.0};
-    keras_hpc::reduce(turn.bucket.dtype, Op::sum, &source, 1, false, scale, lane.outs.data(), lane.outs.size(),
-                      nbytes / size_of(turn.bucket.dtype));
   });
 }
 

@@ -15,7 +15,12 @@
 // other once and not twice. A plan whose tensors live in the segment copies nothing but what was somewhere else: the
 // owner adds up its slice of all ranks' tensors where they are, and writes the result into all of them. Each rank moves
 // (L-1)/L of its bytes in and out, L ranks per node. All counters only grow, so nothing is ever reset.
+// Where a rank alone needs or gives something (PlanOptions), it owns buckets of that alone on a single node: it adds up
+// what it needs into its own tensor, and nobody copies; or it shows what it gives, and the others copy it. Across nodes
+// slices are as ever, but nothing travels that nobody needs (algorithms/partial.hpp), and each rank copies what it
+// needs.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -30,6 +35,7 @@
 #include "engine/lane_network.hpp"
 #include "engine/layout.hpp"
 #include "engine/plan_memory.hpp"
+#include "engine/portions.hpp"
 #include "engine/totals.hpp"
 #include "engine/weights.hpp"
 #include "transport/transport.hpp"
@@ -51,6 +57,9 @@ struct PlanOptions {
   size_t bucket_bytes = 0;         // at most; 0: what fits the nodes and their ranks
   // Of a sum: the rank that alone gives each tensor, so that all get it as it is. Empty: every rank gives each.
   std::vector<int> givers = {};
+  // Of a reduction: the ranks that alone need each tensor's elements. Others find any numbers there. Empty: all need
+  // all.
+  std::vector<Shares> takers = {};
 };
 
 class Plan {
@@ -75,12 +84,16 @@ class Plan {
 
   // Does what can be done now on one lane. One thread at a time per lane. True if anything was done.
   bool advance(int lane, Channel& channel);
-  bool uses_network(int lane) const;  // for who holds the lane: something is on its way between nodes
-  bool is_through(int lane) const;    // likewise: of this execution nothing is left to do
+  // For who holds the lane: whether a bucket is started and not back yet, and whether one is on its way between nodes.
+  bool is_under_way(int lane) const;
+  bool uses_network(int lane) const;
+  bool is_through(int lane) const;  // likewise: of this execution nothing is left to do
 
   const std::string& name() const { return name_; }
   const std::vector<TensorSpec>& tensors() const { return tensors_; }
   const Layout& layout() const { return layout_; }
+  Op op() const { return op_; }
+  bool is_weighted() const { return weighted_; }
   uint64_t step() const { return step_.load(std::memory_order_relaxed); }
   const std::vector<Algorithm>& algorithms() const { return algorithms_; }
   // Of this rank's tensors, at their places in the layout, if they live in the segment; it may outlive the plan.
@@ -119,6 +132,7 @@ class Plan {
   enum class Phase : char { over, beginning, active };
 
   void begin(double weight);
+  bool next_is_started(const LaneState& lane) const;
   bool pack_next(LaneState& lane);
   bool reduce_next(LaneState& lane, Channel& channel);
   bool drive_network(LaneState& lane);
@@ -133,9 +147,14 @@ class Plan {
   bool gives(int tensor, int local_rank) const;
   void gather(const Turn& turn, int tensor, std::byte* mine, size_t offset, size_t nbytes, LaneState& lane);
   Range slice(const Turn& turn, int owner) const;
+  Partial how_between_nodes(const Range& slice, DType dtype) const;
   // Calls f(tensor, address, offset in the bucket, bytes) for each tensor's part of a range.
   template <class F>
   void for_parts(const Turn& turn, const Range& range, F&& f) const;
+  // Calls f(range, local rank that alone needs it) for each portion of a range.
+  template <class F>
+  void for_portions(const Range& range, F&& f) const;
+  std::vector<Portion>::const_iterator first_portion(size_t place) const;  // that ends behind it
   uint64_t target(const Bucket& bucket) const;  // buckets of its lane that are copied when it is
   void note_complete(Clock::time_point now) { complete_at_.store(now, std::memory_order_relaxed); }
 
@@ -150,7 +169,9 @@ class Plan {
   const std::vector<int> givers_;  // [tensor], or none
   const bool divides_late_;  // values travel multiplied by the ranks' weights, and are divided by their sum at the end
   Layout layout_;
-  size_t tensor_bytes_ = 0;  // without the gaps between tensors
+  const Flow flow_;
+  const std::vector<Portion> portions_;  // where ranks do not need, or give, all
+  size_t tensor_bytes_ = 0;              // without the gaps between tensors
   size_t largest_bucket_ = 0;
   // To where the framework will read it, not soon.
   void (*copy_tensor_)(void* to, const void* from, size_t nbytes) = copy_shared;
@@ -172,5 +193,27 @@ class Plan {
   std::vector<std::atomic<int>> unstarted_;  // [bucket] tensors
   std::vector<LaneState> lanes_;
 };
+
+template <class F>
+void Plan::for_parts(const Turn& turn, const Range& range, F&& f) const {
+  const Bucket& bucket = turn.bucket;
+  for (int t = bucket.first; t <= bucket.last; ++t) {
+    const Range part = layout_.part(t, range);
+    if (!part.empty())
+      f(t, data_[static_cast<size_t>(t)] + (part.begin - layout_.range(t).begin), part.begin - bucket.begin,
+        part.size());
+  }
+}
+
+template <class F>
+void Plan::for_portions(const Range& range, F&& f) const {
+  if (flow_ != Flow::to_takers) {
+    f(range, Portion::kEverybody);
+    return;
+  }
+  auto portion = first_portion(range.begin);
+  for (; portion != portions_.end() && portion->begin < range.end; ++portion)
+    f(Range{std::max(range.begin, portion->begin), std::min(range.end, portion->end)}, portion->local_rank);
+}
 
 }  // namespace keras_hpc

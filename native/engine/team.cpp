@@ -154,9 +154,14 @@ std::shared_ptr<Plan> Team::make_plan(const std::string& name, const std::vector
                   (options.wire ? std::string(", sent as ") + name_of(*options.wire) : "") +
                   (options.in_segment ? ", in the segment" : "") +
                   (options.bucket_bytes > 0 ? ", buckets of " + std::to_string(options.bucket_bytes) + " bytes" : ""));
-  for (size_t t = 0; t < tensors.size(); ++t)
-    items.push_back(tensors[t].name + ": " + std::to_string(tensors[t].count) + " x " + name_of(tensors[t].dtype) +
-                    (t < options.givers.size() ? " from rank " + std::to_string(options.givers[t]) : ""));
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    std::string& item = items.emplace_back(tensors[t].name + ": " + std::to_string(tensors[t].count) + " x " +
+                                           name_of(tensors[t].dtype));
+    if (t < options.givers.size()) item += " from rank " + std::to_string(options.givers[t]);
+    if (t < options.takers.size())
+      for (const Share& share : options.takers[t])
+        item += ", to rank " + std::to_string(share.rank) + " up to " + std::to_string(share.end);
+  }
   agree("The tensors of plan '" + name + "'", items);
   const auto algorithm_for = [this](size_t nbytes) { return allreduce_->algorithm_for(nbytes, true); };
   const auto plan = sharing([&] {
@@ -260,9 +265,12 @@ void Team::start(Plan& plan, int tensor, void* data, double weight) {
   const auto begin = trace::enabled ? Clock::now() : Clock::time_point();
   const Plan::Started started = plan.start(tensor, data, weight);
   if (trace::enabled) trace::record(plan.tensors()[at(tensor)].name, "start", number(), begin);
-  // A small bucket is packed in less time than it takes to wake the thread.
-  const bool helps = options_.threads == 0 ? started != Plan::Started::nothing || topology().node_count > 1
-                                           : started == Plan::Started::small_bucket;
+  // A small bucket is packed in less time than it takes to wake the thread. Where there is none, whoever starts a
+  // tensor looks after what goes from node to node; which costs more than the start of a small tensor, if there is
+  // nothing.
+  const bool helps = options_.threads == 0
+                         ? started != Plan::Started::nothing || (topology().node_count > 1 && is_under_way())
+                         : started == Plan::Started::small_bucket;
   if (helps)
     guarded([this] { progress_all(); });
   else if (started == Plan::Started::bucket)
@@ -281,11 +289,13 @@ bool Team::progress(int lane_number) {
     lane.wanted = false;
     if (failure_->is_set()) return false;
     const auto begin = Clock::now();
-    bool moved = false, busy = false;
+    bool moved = false, under_way = false, busy = false;
     for (Plan* plan : lane.plans.all()) {
       moved = plan->advance(lane_number, *lane.channel) || moved;
+      under_way = under_way || plan->is_under_way(lane_number);
       busy = busy || plan->uses_network(lane_number);
     }
+    lane.is_under_way.store(under_way, std::memory_order_relaxed);
     lane.plans.remove_if([](const Plan* plan) { return !plan->is_active(); });
     // The lane's own thread looks after the network, and may have gone to sleep before this one sent something.
     if (!lane.network_is_busy.exchange(busy) && busy) context_.my_bell().ring();
@@ -299,6 +309,11 @@ bool Team::progress_all() {
   bool advanced = false;
   for (int lane = 0; lane < static_cast<int>(lanes_.size()); ++lane) advanced = progress(lane) || advanced;
   return advanced;
+}
+
+bool Team::is_under_way() const {
+  return std::any_of(lanes_.begin(), lanes_.end(),
+                     [](const auto& lane) { return lane->is_under_way.load(std::memory_order_relaxed); });
 }
 
 void Team::serve(int lane) {

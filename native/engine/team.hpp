@@ -123,6 +123,7 @@ class Team {
   // reads or writes memory of this rank's callers: so they may be told.
   void fail(std::exception_ptr error);
   void throw_if_failed() const { failure_->throw_if_set(); }
+  Lookout lookout() const { return Lookout(*failure_); }  // for who waits for other ranks outside of the engine
   // This rank has no more work for the team: ranks of this node that still wait for it get an error at once.
   void leave();
 
@@ -136,6 +137,7 @@ class Team {
     std::atomic<bool> wanted{false};  // somebody else has asked for progress meanwhile
     std::thread thread;
     ActivePlans plans;
+    std::atomic<bool> is_under_way{false};     // a bucket of them is started here, and not back yet
     std::atomic<bool> network_is_busy{false};  // something of them is on its way between nodes
   };
   struct AsyncWait {
@@ -153,6 +155,7 @@ class Team {
   void await(Plan& plan, int tensor);  // until it is complete
   bool progress(int lane);
   bool progress_all();
+  bool is_under_way() const;
   void serve(int lane);
   bool complete_async();
   void look_after_async();

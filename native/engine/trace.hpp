@@ -2,8 +2,8 @@
 // What happened when: for `init(trace=...)`, and for tests that prove overlap.
 #pragma once
 #include <atomic>
+#include <cstdint>
 #include <string>
-#include <vector>
 
 #include "common/waiting.hpp"
 
@@ -11,15 +11,16 @@ namespace keras_hpc::trace {
 
 struct Event {
   std::string name;  // of the tensor or bucket
-  const char* kind;  // "start", "reduce", "network", "wait"
+  const char* kind;  // "start", "reduce", "network", "wait", "exchange", "rows" (until they came), ...
   int team;
-  double begin, end;  // seconds of the steady clock
+  int64_t begin, end;  // nanoseconds of the steady clock
 };
 
 extern std::atomic<bool> enabled;
 
 void record(std::string name, const char* kind, int team, Clock::time_point begin);
-// Takes out what was recorded so far.
-std::vector<Event> take();
+// Takes out what was recorded so far, as a JSON list of [name, kind, team, begin, end]; "" if it is nothing. As text,
+// since whoever writes it down would else make Python objects of it, beside steps that need the same interpreter.
+std::string take();
 
 }  // namespace keras_hpc::trace

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // JAX's door to the engine: XLA FFI handlers, for buffers on the host.
 //
-//   khpc_jax_start(gradient, weight, active) -> gradient   in place; hands the buffer to the engine, returns at once
+//   khpc_jax_start(gradient, weight, active, ...) -> gradient   in place; hands the buffer to the engine, returns at
+//   once. What more it is given has to exist before
 //   khpc_jax_done(gradient..., active) -> gradient...      in place; complete when all of the plan's tensors are
 //   reduced
 //   khpc_jax_turn(gradient..., active) -> gradient..., updates   the same for a pipelined plan: what the first update
@@ -13,8 +14,9 @@
 //   khpc_jax_allreduce(x, token) -> x, token               keras_hpc.allreduce: in place, blocks. The token gives the
 //                                                          order among calls
 //
-//   khpc_jax_exchange(x, token) -> y, token                rows of other ranks, or their gradients; blocks. The token
-//                                                          gives the order among exchanges
+//   khpc_jax_exchange(x, token, ...) -> y, token           rows of other ranks, or their gradients; blocks. The token
+//                                                          gives the order among exchanges; what else is given is only
+//                                                          to be computed before
 //
 // XLA's data flow gives the order: each start runs when its gradient exists, done after all starts. When `active` is
 // false (the same on all ranks), both leave the buffers as they are.
@@ -22,7 +24,6 @@
 #include <xmmintrin.h>
 #endif
 
-#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <exception>
@@ -37,6 +38,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/condition.hpp"
 #include "xla_call.hpp"
 
 namespace keras_hpc::xla {
@@ -125,7 +127,7 @@ class Finisher {
   }
 
   std::mutex mutex_;
-  std::condition_variable ready_;
+  keras_hpc::Condition ready_;
   std::deque<std::unique_ptr<Completion>> queue_;
 };
 

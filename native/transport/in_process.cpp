@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/in_process.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -16,11 +17,37 @@ namespace {
 
 using Message = std::vector<std::byte>;
 
+struct Posted {
+  void* data;
+  size_t nbytes;
+  bool arrived = false;
+};
+
+// What was sent and not received, and who waits.
+struct Mailbox {
+  std::deque<Message> messages;
+  std::deque<Posted*> posted;  // in the order in which they take messages, as MPI's receives do
+
+  void deliver() {
+    while (!messages.empty() && !posted.empty()) {
+      const Message message = std::move(messages.front());
+      Posted& receive = *posted.front();
+      messages.pop_front();
+      posted.pop_front();
+      if (message.size() > receive.nbytes)
+        throw Error("A message of " + std::to_string(message.size()) + " bytes arrived where at most " +
+                    std::to_string(receive.nbytes) + " bytes were expected.");
+      if (!message.empty()) std::memcpy(receive.data, message.data(), message.size());
+      receive.arrived = true;
+    }
+  }
+};
+
 // What the threads share: mailboxes, and the segments of each node.
 struct World {
   std::mutex mutex;
-  // (channel, from, to, tag) -> messages in the order they were sent
-  std::map<std::tuple<int, int, int, int>, std::deque<Message>> mailboxes;
+  // (channel, from, to, tag)
+  std::map<std::tuple<int, int, int, int>, Mailbox> mailboxes;
   // (node, number of the segment) -> memory
   std::map<std::pair<int, int>, std::shared_ptr<void>> segments;
 };
@@ -29,28 +56,29 @@ struct Done final : Request {
   bool test() override { return true; }
 };
 
+// The receiver's thread takes its messages: only it writes into its memory.
 struct Receive final : Request {
   std::shared_ptr<World> world;
   std::tuple<int, int, int, int> box;
-  void* data;
-  size_t nbytes;
-  Receive(std::shared_ptr<World> w, std::tuple<int, int, int, int> b, void* d, size_t n)
-      : world(std::move(w)), box(b), data(d), nbytes(n) {}
+  Posted posted;
+  Receive(std::shared_ptr<World> w, std::tuple<int, int, int, int> b, void* data, size_t nbytes)
+      : world(std::move(w)), box(b), posted{data, nbytes} {
+    const std::lock_guard lock(world->mutex);
+    world->mailboxes[box].posted.push_back(&posted);
+  }
+  ~Receive() override {
+    const std::lock_guard lock(world->mutex);
+    if (posted.arrived) return;
+    auto& waiting = world->mailboxes[box].posted;
+    waiting.erase(std::remove(waiting.begin(), waiting.end(), &posted), waiting.end());
+  }
   bool test() override {
-    Message message;
-    {
-      const std::lock_guard lock(world->mutex);
-      const auto found = world->mailboxes.find(box);
-      if (found == world->mailboxes.end()) return false;
-      message = std::move(found->second.front());
-      found->second.pop_front();
-      if (found->second.empty()) world->mailboxes.erase(found);
-    }
-    if (message.size() > nbytes)
-      throw Error("A message of " + std::to_string(message.size()) + " bytes arrived where at most " +
-                  std::to_string(nbytes) + " bytes were expected.");
-    if (!message.empty()) std::memcpy(data, message.data(), message.size());
-    return true;
+    const std::lock_guard lock(world->mutex);
+    if (posted.arrived) return true;
+    Mailbox& mailbox = world->mailboxes[box];
+    mailbox.deliver();
+    if (mailbox.messages.empty() && mailbox.posted.empty()) world->mailboxes.erase(box);
+    return posted.arrived;
   }
 };
 
@@ -70,7 +98,7 @@ class InProcessChannel final : public Channel {
   RequestPtr send(const void* data, size_t nbytes, int peer, int tag) override {
     const auto* bytes = static_cast<const std::byte*>(data);
     const std::lock_guard lock(world_->mutex);
-    world_->mailboxes[{number_, rank_, peer, tag}].emplace_back(bytes, bytes + nbytes);
+    world_->mailboxes[{number_, rank_, peer, tag}].messages.emplace_back(bytes, bytes + nbytes);
     return std::make_unique<Done>();
   }
 

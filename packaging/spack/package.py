@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""keras_hpc for Spack: put this folder's file into `packages/py-keras-hpc` of a repository of packages."""
+"""keras_hpc for Spack: belongs into `packages/py_keras_hpc` of a repository of packages."""
+
+from spack_repo.builtin.build_systems.python import PythonPackage
 
 from spack.package import *
-from spack_repo.builtin.build_systems.python import PythonPackage
 
 
 class PyKerasHpc(PythonPackage):
@@ -27,6 +28,7 @@ class PyKerasHpc(PythonPackage):
     depends_on("py-numpy@1.26:2", type=("build", "run"))
     depends_on("py-ml-dtypes@0.4:0", type=("build", "run"))
     depends_on("py-xxhash@3.4:4", type=("build", "run"))
+    # Writes tensors without a copy of them from 0.8 on; Spack has 0.6.2 so far.
     depends_on("py-safetensors@0.8:0", type=("build", "run"))
     # Not linked: found at run time through mpi4py.
     depends_on("mpi", type="run")

@@ -1,4 +1,4 @@
-"""The recipe of docs/clusters.md for Slurm: an allocation with --no-kill outlives a node, and the job goes on."""
+"""The recipe of docs/howto/checkpoints.md: an allocation with --no-kill outlives a node, and the job goes on."""
 
 import json
 import re

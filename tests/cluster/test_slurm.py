@@ -39,7 +39,7 @@ def test_mpiexec_and_keras_hpc_run_in_a_batch_job(slurm, check_report, tmp_path)
 
 @pytest.mark.soak
 def test_the_template(slurm, check_report, tmp_path):
-    options = ["--nodes", "2", "--cores-per-rank", "1", "--time", "0:20:00", "--script", f"{TRAIN} report.json"]
+    options = ["--nodes", "2", "--cores-per-rank", "1", "--time", "0:20:00", str(TRAIN), "report.json"]
     command = [sys.executable, "-m", "keras_hpc", "template", "slurm", *options]
     template = subprocess.run(command, capture_output=True, check=True)
     (tmp_path / "job.sh").write_text(template.stdout.decode())

@@ -7,6 +7,7 @@
 
 using namespace fake_cuda;
 
+// What gives something back does so, and tells its error, which may be another call's, afterwards.
 #define ENTER(...) \
   if (const int error = enter(__VA_ARGS__); error != 0) return error
 
@@ -31,7 +32,11 @@ int copy(const char* name, void* stream, std::byte* to, const std::byte* from, s
   need_context(name);
   if (!is_pinned(host, n) && !pageable) die(std::string(name) + " of memory that is not pinned: it would wait");
   if (device == nullptr) die(std::string(name) + " of memory that is not the device's");
-  of(stream).push([=] { std::memcpy(to, from, n); });
+  Copies& all = Copies::all();
+  of(stream).push([to, from, n, &all, copy = all.begin(host, device, n)] {
+    std::memcpy(to, from, n);
+    all.end(copy);
+  });
   return 0;
 }
 
@@ -88,10 +93,10 @@ EXPORT int cuDevicePrimaryCtxRetain(void** context, int device) {
   return 0;
 }
 EXPORT int cuDevicePrimaryCtxRelease_v2(int device) {
-  ENTER("cuDevicePrimaryCtxRelease");
+  const int error = enter("cuDevicePrimaryCtxRelease");
   const std::lock_guard lock(world);
   if (--contexts[device] < 0) die("a context is released that was not retained");
-  return 0;
+  return error;
 }
 EXPORT int cuCtxPushCurrent_v2(void* context) {
   ENTER("cuCtxPushCurrent");
@@ -99,29 +104,30 @@ EXPORT int cuCtxPushCurrent_v2(void* context) {
   return 0;
 }
 EXPORT int cuCtxPopCurrent_v2(void** context) {
-  ENTER("cuCtxPopCurrent");
+  const int error = enter("cuCtxPopCurrent");
   need_context("cuCtxPopCurrent");
   *context = reinterpret_cast<void*>(static_cast<intptr_t>(current.back()) + 1);
   current.pop_back();
-  return 0;
+  return error;
 }
 EXPORT int cuStreamCreateWithPriority(void** stream, unsigned flags, int) {
   ENTER("cuStreamCreateWithPriority");
   need_context("cuStreamCreate");
   if (flags != 1) die("a stream that waits for the default stream");
   ++streams;
-  *stream = new Stream(true);
+  *stream = new Stream;
   return 0;
 }
 EXPORT int cuStreamDestroy_v2(void* stream) {
-  ENTER("cuStreamDestroy");
+  const int error = enter("cuStreamDestroy");
   --streams;
-  delete static_cast<Stream*>(stream);
-  return 0;
+  // What it was given goes on.
+  std::thread([ending = static_cast<Stream*>(stream)] { delete ending; }).detach();
+  return error;
 }
 EXPORT int cuStreamQuery(void* stream) {
   ENTER("cuStreamQuery");
-  return of(stream).is_idle() ? 0 : kNotReady;
+  return ignores("cuStreamQuery") || of(stream).is_idle() ? 0 : kNotReady;
 }
 EXPORT int cuStreamSynchronize(void*) {
   ENTER("cuStreamSynchronize", true);
@@ -136,30 +142,26 @@ EXPORT int cuEventCreate(void** event, unsigned flags) {
   return 0;
 }
 EXPORT int cuEventDestroy_v2(void* event) {
-  ENTER("cuEventDestroy");
+  const int error = enter("cuEventDestroy");
   --events;
   delete static_cast<Event*>(event);
-  return 0;
+  return error;
 }
 EXPORT int cuEventRecord(void* event, void* stream) {
   ENTER("cuEventRecord");
   need_context("cuEventRecord");
-  static_cast<Event*>(event)->on_own_stream = of(stream).own;
-  static_cast<Event*>(event)->record(of(stream));
+  if (!ignores("cuEventRecord")) static_cast<Event*>(event)->record(of(stream));
   return 0;
 }
 EXPORT int cuStreamWaitEvent(void* stream, void* event, unsigned) {
   ENTER("cuStreamWaitEvent");
   need_context("cuStreamWaitEvent");
-  const bool of_own = static_cast<Event*>(event)->on_own_stream;
-  if (drops(!of(stream).own ? "caller waits for back" : of_own ? "out waits for back" : "out waits for ready"))
-    return 0;
-  static_cast<Event*>(event)->make_wait(of(stream));
+  if (!ignores("cuStreamWaitEvent")) static_cast<Event*>(event)->make_wait(of(stream));
   return 0;
 }
 EXPORT int cuEventQuery(void* event) {
   ENTER("cuEventQuery");
-  return drops("queries") || static_cast<Event*>(event)->is_over() ? 0 : kNotReady;
+  return ignores("cuEventQuery") || static_cast<Event*>(event)->is_over() ? 0 : kNotReady;
 }
 EXPORT int cuMemAlloc_v2(uint64_t* pointer, size_t n) {
   ENTER("cuMemAlloc", true);
@@ -185,9 +187,17 @@ EXPORT int cuMemHostRegister_v2(void* data, size_t n, unsigned) {
   return pinned.emplace(begin, n).second ? 0 : kAlreadyPinned;
 }
 EXPORT int cuMemHostUnregister(void* data) {
-  ENTER("cuMemHostUnregister", true);
-  const std::lock_guard lock(world);
-  return pinned.erase(reinterpret_cast<uintptr_t>(data)) == 1 ? 0 : kNotPinned;
+  const int error = enter("cuMemHostUnregister", true);
+  size_t n = 0;
+  {
+    const std::lock_guard lock(world);
+    const auto it = pinned.find(reinterpret_cast<uintptr_t>(data));
+    if (it == pinned.end()) return kNotPinned;
+    n = it->second;
+    pinned.erase(it);
+  }
+  Copies::all().end_those_of(data, n, "memory of the host is unpinned while it is copied");
+  return error;
 }
 EXPORT int cuMemcpyDtoHAsync_v2(void* host, uint64_t device, size_t n, void* stream) {
   ENTER("cuMemcpyDtoHAsync");
@@ -207,7 +217,11 @@ EXPORT int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t n, void* stre
   std::byte* target = behind(to, n);
   const std::byte* source = behind(from, n);
   if (target == nullptr || source == nullptr) die("cuMemcpyDtoDAsync of memory that is not the device's");
-  of(stream).push([=] { std::memcpy(target, source, n); });
+  Copies& all = Copies::all();
+  of(stream).push([=, &all, copy = all.begin(target, source, n)] {
+    std::memcpy(target, source, n);
+    all.end(copy);
+  });
   return 0;
 }
 EXPORT int cuStreamWriteValue64_v2(void* stream, uint64_t pointer, unsigned long long value, unsigned) {

@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
+#include <list>
 #include <map>
 #include <mutex>
 #include <string>
@@ -13,12 +15,14 @@
 #include <vector>
 
 #include "fake_gpu.hpp"
+#include "fake_sites.hpp"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace fake_cuda {
 
 using fake::die;
+using fake::ignores;
 
 inline std::mutex world;
 inline fake::Memory memory(PROT_NONE);
@@ -29,7 +33,7 @@ inline std::atomic<int> devices{1}, first_device{0};
 inline std::atomic<bool> any_pointer{false}, slow_back{false}, hung{false}, back_hangs{false};
 inline std::atomic<bool> pageable{false};  // memory was not to be pinned: copies of other memory are no mistake then
 inline thread_local bool in_step = false;
-inline std::string failing, dropped;
+inline std::string failing;
 inline int failing_after = 0;
 inline std::map<std::string, int> calls;
 inline thread_local std::vector<int> current;  // devices, the last one is it
@@ -48,10 +52,6 @@ inline int enter(const char* name, bool waits = false) {
   ++calls[name];
   if (failing == name && failing_after-- == 0) return 999;  // CUDA_ERROR_UNKNOWN
   return 0;
-}
-inline bool drops(const char* what) {
-  const std::lock_guard lock(world);
-  return dropped == what;
 }
 
 inline void need_context(const char* name) {
@@ -72,8 +72,57 @@ inline bool is_pinned(const void* data, size_t n) {
   return false;
 }
 
+// What a driver need not notice, and a test must: it is said on stderr, and counted.
+inline std::atomic<int> faults{0};
+inline void fault(const char* what) {
+  ++faults;
+  std::fprintf(stderr, "fake GPU: %s\n", what);
+}
+
+// What is being copied between the host and the device, from when it was asked for.
+class Copies {
+ public:
+  struct Copy {
+    uintptr_t host, device;  // where a stream finds it
+    size_t nbytes;
+  };
+  using Number = std::list<Copy>::iterator;
+  static Copies& all() {
+    static Copies& copies = *new Copies;
+    return copies;
+  }
+  Number begin(const void* host, const void* device, size_t n) {
+    const std::lock_guard lock(mutex_);
+    copies_.push_front({reinterpret_cast<uintptr_t>(host), reinterpret_cast<uintptr_t>(device), n});
+    return copies_.begin();
+  }
+  void end(Number copy) {
+    const std::lock_guard lock(mutex_);
+    copies_.erase(copy);
+  }
+  // Waits for those from or to an allocation that begins here, which is a mistake if there are any.
+  void end_those_of(const void* begin, size_t n, const char* mistake) {
+    if (is_copying(begin, n)) fault(mistake);
+    while (is_copying(begin, n)) std::this_thread::yield();
+  }
+
+ private:
+  bool is_copying(const void* begin, size_t n) {
+    const auto address = reinterpret_cast<uintptr_t>(begin);
+    const auto touches = [&](uintptr_t its, size_t nbytes) { return its < address + n && address < its + nbytes; };
+    const std::lock_guard lock(mutex_);
+    // Ranks that are threads have both pinned the page in which the memory of one ends and that of the other begins.
+    return std::any_of(copies_.begin(), copies_.end(), [&](const Copy& copy) {
+      return touches(copy.device, copy.nbytes) ||
+             (touches(copy.host, copy.nbytes) && !is_pinned(reinterpret_cast<void*>(copy.host), copy.nbytes));
+    });
+  }
+  std::mutex mutex_;
+  std::list<Copy> copies_;
+};
+
 struct Stream : fake::Stream {
-  explicit Stream(bool own) : own(own) {
+  Stream() {
     const std::lock_guard lock(world);
     all().push_back(this);
   }
@@ -85,16 +134,14 @@ struct Stream : fake::Stream {
     static auto& streams = *new std::vector<Stream*>;
     return streams;
   }
-  const bool own;  // made by who is tested, not by fake_stream
 };
 
 inline Stream& of(void* stream) {
-  static Stream& the_default = *new Stream(false);
+  static Stream& the_default = *new Stream;
   return stream == nullptr ? the_default : *static_cast<Stream*>(stream);
 }
 
 struct Event : fake::Event {
-  bool on_own_stream = false;
   std::vector<fake::Event> of_all;  // recorded on all streams
 };
 

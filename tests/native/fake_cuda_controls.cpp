@@ -1,4 +1,6 @@
 // What tests tell the fake libcuda.so.1, and ask of it: memory, kernels, errors, what is still there.
+#include <cstdio>
+
 #include "fake_cuda.hpp"
 
 using namespace fake_cuda;
@@ -9,7 +11,8 @@ EXPORT void fake_reset(int device_count, int delay) {
   first_device = 0;
   fake::delay_us = delay;
   any_pointer = slow_back = pageable = in_step = hung = back_hangs = false;
-  failing = dropped = "";
+  failing = "";
+  faults = 0;
   calls.clear();
 }
 // The GPUs of the node that this process sees.
@@ -30,11 +33,21 @@ EXPORT void fake_fail(const char* name, int after) {
   failing = name;
   failing_after = after;
 }
-// One kind of order is not kept any more: "out waits for ready", "out waits for back", "caller waits for back",
-// "arrived", or "back" (which is asked).
-EXPORT void fake_drop(const char* what) {
-  const std::lock_guard lock(world);
-  dropped = what;
+// From now on the places are known from which order is asked for: see fake_sites.hpp.
+EXPORT void fake_watch(int yes) {
+  fake::watch(yes != 0);
+}
+// Those that were seen, a line each, into `n` bytes.
+EXPORT void fake_sites(char* text, size_t n) {
+  std::snprintf(text, n, "%s", fake::seen_sites().c_str());
+}
+// What is asked for from one of them is not done any more; from "": all is. Returns how often that was so before.
+EXPORT int fake_ignore(const char* site) {
+  return fake::ignore(site);
+}
+// How often memory was given back while a copy that somebody had asked for was not over.
+EXPORT int fake_faults() {
+  return faults;
 }
 // Copies to the device take milliseconds.
 EXPORT void fake_slow_back(int yes) {
@@ -57,8 +70,13 @@ EXPORT int fake_left() {
   for (const auto& [device, times] : contexts) left += times;
   return left;
 }
+// What is pinned is pinned for good, and nobody is to blame.
+EXPORT void fake_forget() {
+  const std::lock_guard lock(world);
+  pinned.clear();
+}
 EXPORT void* fake_stream() {
-  return new Stream(false);
+  return new Stream;
 }
 EXPORT void fake_destroy_stream(void* stream) {
   delete static_cast<Stream*>(stream);
@@ -76,6 +94,31 @@ EXPORT void fake_read(void* stream, void* to, uint64_t from, size_t n) {
   of(stream).push([=] { std::memcpy(to, device, n); });
   of(stream).finish();
 }
+// What device memory has now, whatever streams have still to do.
+EXPORT void fake_peek(void* to, uint64_t from, size_t n) {
+  std::memcpy(to, behind(from, n), n);
+}
+// A kernel that copies, and one that does nothing for a while.
+EXPORT void fake_copy(void* stream, uint64_t to, uint64_t from, size_t n) {
+  std::byte* target = behind(to, n);
+  const std::byte* source = behind(from, n);
+  of(stream).push([=] { std::memcpy(target, source, n); });
+}
+// For a library of kernels, such as fake_nccl.cpp: one to a stream, where streams find memory, this thread's device.
+EXPORT void fake_push(void* stream, void (*kernel)(void*), void* argument) {
+  need_context("a kernel");
+  of(stream).push([=] { kernel(argument); });
+}
+EXPORT void* fake_behind(uint64_t pointer, size_t n) {
+  return behind(pointer, n);
+}
+EXPORT int fake_current_device() {
+  need_context("a library");
+  return current.back();
+}
+EXPORT void fake_take_time(void* stream, int milliseconds) {
+  of(stream).push([=] { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); });
+}
 // Waits until the stream has done what it was given.
 EXPORT void fake_finish(void* stream) {
   of(stream).finish();
@@ -84,5 +127,8 @@ EXPORT uint64_t fake_allocate(size_t n, int device) {
   return reinterpret_cast<uint64_t>(memory.allocate(n, device));
 }
 EXPORT void fake_free(uint64_t pointer) {
+  size_t n = 0;
+  memory.file_of(pointer, n);
+  Copies::all().end_those_of(behind(pointer, n), n, "memory of the device is freed while it is copied");
   memory.free(reinterpret_cast<void*>(pointer));
 }

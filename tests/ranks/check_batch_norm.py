@@ -92,13 +92,23 @@ def test_like_one_rank(network):
     assert_like_one_rank(make, train, 3e-4 if lossy else TOLERANCE)
 
 
+def without_a_gradient_at_zero():
+    """Of a sample that is zero, which stands for none, gradients are NaN."""
+    inputs = keras.Input((6,))
+    x = keras.layers.Reshape((6, 1))(inputs)
+    y = keras.layers.Multiply()([norm()(keras.layers.Dense(3)(x)), x])
+    y = keras.layers.Flatten()(keras.layers.UnitNormalization()(y))
+    return keras.Model(inputs, keras.layers.Dense(3, activation="softmax")(y))
+
+
 @enough_on("jax", "torch")
-def test_a_rank_without_samples_keeps_up():
+@pytest.mark.parametrize("network", [images, *enough([without_a_gradient_at_zero], "torch")])
+def test_a_rank_without_samples_keeps_up(network):
     x, y = data(samples=BATCH + 1)  # a sample for one rank in the second step
 
     def make():
         keras.utils.set_random_seed(3)
-        model = images()
+        model = network()
         model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
         return model
 

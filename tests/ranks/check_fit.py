@@ -292,6 +292,20 @@ def test_mixed_float16():
     assert isinstance(made.optimizer, keras.optimizers.LossScaleOptimizer)
 
 
+def test_gradients_that_wait_since_train_on_batch():
+    """The first update of `fit` takes what all ranks have gathered before it, not what one has."""
+    x, y = data()
+
+    def train(model, whole):
+        batch = np.arange(BATCH) if whole else np.arange(job().rank, BATCH, job().size)
+        model.train_on_batch(x[batch], y[batch])
+        fit((x[BATCH : 4 * BATCH], y[BATCH : 4 * BATCH]), epochs=1)(model, whole)
+
+    assert_like_one_rank(
+        compiled(lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)), train
+    )
+
+
 @pytest.mark.parametrize("accumulate", [None, 2])
 def test_nan_on_one_rank_makes_all_skip(accumulate):
     x, y = data(samples=BATCH * 4)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F401 (a fixture)
 """Local steps against local SGD and DiLoCo's outer step in NumPy, on any number of ranks."""
 
 import functools
@@ -7,37 +8,15 @@ import keras
 import numpy as np
 import pytest
 from keras_cases import enough_on, job, part
-from local_cases import (
-    BATCH,
-    FEATURES,
-    LOCAL,
-    MOMENTUM,
-    RATE,
-    STEPS,
-    LocalSGD,
-    X,
-    Y,
-    check,
-    check_weights,
-    executions,
-    fit,
-    linear,
-    momenta,
-    own_batches,
-    own_loop,
-)
+from linear_cases import BATCH, FEATURES, MOMENTUM, RATE, STEPS, linear, two_teams
+from local_cases import LOCAL, LocalSGD, X, Y, check, check_weights, executions, fit, momenta, own_batches, own_loop
 
 import keras_hpc
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (1, 2)}
 SOAK = {"tensorflow": (1, 3), "jax": (1, 3), "torch": (3,)}
 
-
-@pytest.fixture(autouse=True)
-def _job():
-    keras_hpc.init(teams=2, batch="global")
-    yield
-    keras_hpc.finalize()
+pytestmark = pytest.mark.usefixtures("two_teams")
 
 
 @pytest.mark.parametrize(

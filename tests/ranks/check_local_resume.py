@@ -61,6 +61,78 @@ def test_a_loop_of_ones_own(folder):
 
 
 @enough_on("torch")
+def test_on_another_number_of_ranks(folder):
+    """Weights and momenta that were apart become their means, and a new period begins."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+
+    def on(ranks, work):
+        """Runs it on the first ranks, in a job of their own; returns on all ranks what the first has returned."""
+        keras_hpc.finalize()
+        comm = world.Split(int(world.rank < ranks), world.rank)
+        result = None
+        if world.rank < ranks:
+            start(comm=comm)
+            keras_hpc.configure_team(0, schedule="local", every=4)
+            result = work()
+            keras_hpc.finalize()
+        result = world.bcast(result)
+        comm.Free()
+        return result
+
+    def model_of_mine(weights=()):
+        keras.utils.set_random_seed(5)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss)
+        model.optimizer.build(model.trainable_variables)
+        for variable, value in zip(states(model), weights, strict=False):
+            variable.assign(value)
+        return model
+
+    def states(model):
+        return [*model.trainable_variables, *model.optimizer.variables]
+
+    def train(model, first, last):
+        for step in range(first, last):
+            rows = slice(20 * (step % 7) + 10 * job().rank, 20 * (step % 7) + 10 * job().rank + 10)
+            model.train_on_batch(X[rows], Y[rows])
+
+    def first():
+        model = model_of_mine()
+        train(model, 0, 6)
+        checkpoint.save(model, step=6, state=6)
+        checkpoint.wait()
+        apart = [everyone(np.array(v)) for v in states(model)]
+        assert job().size == 1 or (apart[0][0] != apart[0][1]).any(), "the period is over"
+        return [np.mean(np.asarray(values, "float64"), axis=0) for values in apart]
+
+    def then():
+        model = model_of_mine()
+        assert checkpoint.restore(model) == 6
+        restored = [np.array(v) for v in states(model)]
+        assert_identical(restored)
+        return restored, ended(model)
+
+    def ended(model):
+        train(model, 6, 12)
+        keras_hpc.drain(model)
+        return [np.array(v) for v in states(model)]
+
+    for before, after in ((world.size, world.size - 1), (world.size - 1, world.size)):
+        checkpoint = keras_hpc.callbacks.Checkpoint(os.path.join(folder, f"{before}-{after}"))
+        means = on(before, first)
+        restored, went_on = on(after, then)
+        for mean, value in zip(means, restored, strict=True):
+            np.testing.assert_allclose(value, mean, rtol=1e-6, atol=1e-7)
+        begun_so = on(after, lambda: ended(model_of_mine(restored)))  # noqa: B023 (called at once)
+        for ours, theirs in zip(went_on, begun_so, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    start()
+
+
+@enough_on("torch")
 def test_a_checkpoint_of_local_steps_needs_them(folder):
     keras_hpc.configure_team(0, schedule="local", every=4)
     given = keras_hpc.callbacks.Checkpoint(folder)

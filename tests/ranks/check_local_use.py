@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F401 (a fixture)
 """Local steps with what else belongs to a training: evaluation, saving, statistics, callbacks, errors; bad input."""
 
 import re
@@ -8,33 +9,15 @@ import keras
 import numpy as np
 import pytest
 from keras_cases import enough_on, everyone, job, part
-from local_cases import (
-    BATCH,
-    FEATURES,
-    LOCAL,
-    RATE,
-    STEPS,
-    LocalSGD,
-    X,
-    Y,
-    check,
-    check_weights,
-    executions,
-    fit,
-    linear,
-)
+from linear_cases import BATCH, FEATURES, RATE, STEPS, linear, two_teams
+from local_cases import LOCAL, LocalSGD, X, Y, check, check_weights, executions, fit
 
 import keras_hpc
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (1, 2)}
 SOAK = {"tensorflow": (1, 3), "jax": (1, 3), "torch": (3,)}
 
-
-@pytest.fixture(autouse=True)
-def _job():
-    keras_hpc.init(teams=2, batch="global")
-    yield
-    keras_hpc.finalize()
+pytestmark = pytest.mark.usefixtures("two_teams")
 
 
 def test_evaluate_and_save_in_the_middle_of_a_period(tmp_path):

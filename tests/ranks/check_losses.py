@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses that are sums, vectors or numbers, of a step, a layer or a model: the same as one rank, or refused."""
 
+from contextlib import nullcontext
+
 import keras
 import pytest
 from keras_cases import assert_close, enough, enough_on, job, values
@@ -219,3 +221,16 @@ def test_a_step_whose_gradients_ranks_may_not_average_is_refused(loss, layers, w
         model.fit(X, Y, batch_size=BATCH, verbose=0)
     if BACKEND != "jax":  # where Keras holds the state of a model that trains outside of it
         assert_close(values(model), before, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"), [("mean", 11), ("sum", 7)] if BACKEND == "torch" else [("mean", 51), ("sum", 51)]
+)
+def test_chance_does_not_decide_about_a_noisy_step(kind, seed):
+    """With these seeds the first 16 draws of the noise say the opposite on PyTorch and TensorFlow."""
+    keras.utils.set_random_seed(seed)
+    model = OwnStep(lambda y, p: getattr(ops, kind)(ops.square(y - p)), keras.layers.GaussianNoise(0.3))
+    model.compile(keras.optimizers.SGD(1e-3))
+    wrong = kind == "sum" and job().size > 1
+    with pytest.raises(ValueError, match="a sum over samples") if wrong else nullcontext():
+        model.fit(X, Y, batch_size=BATCH, verbose=0)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients are reduced while backward still runs: read from the trace of a real training."""
 
+import json
 import time
 
 import keras
@@ -68,7 +69,7 @@ def traced_fit(model, x):
     _native.set_tracing(True)
     model.fit(x, x, batch_size=BATCH, verbose=0)
     _native.set_tracing(False)
-    return sorted(_native.take_trace(), key=lambda event: event[3])  # name, kind, team, begin, end
+    return sorted(json.loads(_native.take_trace()), key=lambda event: event[3])  # name, kind, team, begin, end
 
 
 @pytest.mark.parametrize("options", [*enough([{}], "torch"), {"steps_per_execution": 4}], ids=str)

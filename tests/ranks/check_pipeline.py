@@ -1,33 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F401 (a fixture)
 """Pipelined schedules against SGD with delayed gradients in NumPy, on any number of ranks."""
 
+import functools
 import os
 
 import keras
 import numpy as np
 import pytest
 from keras_cases import enough, enough_on, job, part
+from linear_cases import (
+    BATCH,
+    FEATURES,
+    MOMENTUM,
+    RATE,
+    SCHEDULED,
+    STEPS,
+    SYNCHRONOUS,
+    W,
+    data,
+    fit_on,
+    linear,
+    two_teams,
+)
 
 import keras_hpc
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (1, 2)}
 SOAK = {"tensorflow": (1, 3), "jax": (2,)}
 
-SAMPLES, BATCH, FEATURES = 138, 12, 4  # 12 steps an epoch; the last holds 6 samples
-STEPS = 12
-RATE, MOMENTUM = 0.05, 0.8
-PIPELINED, SYNCHRONOUS = 0, 1  # teams
-
-X = np.random.default_rng(3).normal(size=(SAMPLES, FEATURES)).astype("float32")
-Y = (X @ np.array([1.0, -2.0, 0.5, 3.0], "float32") + 0.7)[:, None].astype("float32")
-W = np.array([[0.1], [0.2], [-0.3], [0.4]], "float32")
-
-
-@pytest.fixture(autouse=True)
-def _job():
-    keras_hpc.init(teams=2, batch="global")
-    yield
-    keras_hpc.finalize()
+SAMPLES = 138  # the last step of an epoch has 6
+PIPELINED = SCHEDULED
+X, Y = data(SAMPLES)
+fit = functools.partial(fit_on, X, Y)
+pytestmark = pytest.mark.usefixtures("two_teams")
 
 
 class Delayed:
@@ -76,18 +82,6 @@ class Delayed:
                 self.drain()
         self.drain()
         return self
-
-
-def linear(team=PIPELINED, optimizer=None, **compiled):
-    model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
-    model.set_weights([W, np.zeros(1, "float32")])
-    model.compile(optimizer or keras.optimizers.SGD(RATE, momentum=MOMENTUM), "mse", **compiled)
-    keras_hpc.assign_team(model, team)
-    return model
-
-
-def fit(model, epochs=2, **kwargs):
-    return model.fit(X, Y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, **kwargs)
 
 
 def check(model, reference):

@@ -61,6 +61,22 @@ def test_all_options_at_once():
     assert_same_bits(lambda: fit(compiled(keras.optimizers.RMSprop(momentum=0.5, centered=True, **options))))
 
 
+@pytest.mark.parametrize(
+    "name", ["scaled gradients", pytest.param("one variable on a rank", marks=enough_on("tensorflow"))]
+)
+def test_compilers_multiply_in_the_same_order(name):
+    def train():
+        if name == "scaled gradients":
+            rates = {"learning_rate": 0.037, "momentum": 0.7, "loss_scale_factor": 10.0}
+            return fit(compiled(keras.optimizers.SGD(nesterov=True, **rates)), epochs=1)
+        keras.utils.set_random_seed(5)
+        layers = [keras.layers.Dense(units, use_bias=False) for units in (64, 3)]
+        optimizer = keras.optimizers.RMSprop(OPTIONS["schedule"]["learning_rate"])
+        return fit(compiled(optimizer, keras.Sequential([keras.Input((6,)), *layers])), epochs=1)
+
+    assert_same_bits(train)
+
+
 @enough_on("torch")
 def test_excluded_from_decay_and_constrained():
     def train():
@@ -207,6 +223,24 @@ def test_each_rank_keeps_its_part(name):
         for held in everyone(train()):
             # Adafactor's are not cut, and six like ones are shared out here.
             assert held == pytest.approx(share, rel=0.05 if name != "adafactor" else 0.3)
+
+
+@pytest.mark.parametrize(
+    ("options", "alone"),
+    [
+        ({}, True),
+        pytest.param({"clipvalue": 0.1}, True, marks=enough_on()),
+        pytest.param({"global_clipnorm": 1.0}, False, marks=enough_on("torch")),
+    ],
+)
+def test_gradients_go_only_to_whoever_updates_with_them(options, alone):
+    with Job(True) as job:
+        fit(compiled(keras.optimizers.Adam(**options)), epochs=1)
+        (plan,) = (p for p in job.teams[0].plans if p.op == "mean" and p.tensors[0].shape)
+        parameters = [t for t in plan.tensors if "came" not in t.name]
+        assert len(parameters) == 6
+        assert all(bool(t.takers) == alone for t in parameters)
+        assert not alone or {rank for t in parameters for _, rank in t.takers} == set(range(job.size))
 
 
 @enough_on("torch")

@@ -102,6 +102,35 @@ def test_checkpoint_goes_on(folder, optimizer):
         assert train(other, path, 4) == train(not other, f"{path}-through", 4)
 
 
+@enough_on("torch")
+def test_checkpoint_goes_on_on_other_numbers_of_ranks(folder):
+    """With the bits of whole optimizers that go on so: all of the state was there, and each rank took its part."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+
+    def train(ranks, shard, path, epochs):
+        comm = world.Split(int(world.rank < ranks), world.rank)
+        try:
+            if world.rank >= ranks:
+                return None
+            with Job(shard, comm=comm):
+                model = fit(compiled(adam()), epochs=epochs, callbacks=[keras_hpc.callbacks.Checkpoint(path)])
+                return [v.tobytes() for v in values(model)]
+        finally:
+            world.Barrier()
+            comm.Free()
+
+    for first, then in ((2, 1), (2, 3), (3, 2)):
+        ended = []
+        for shard in (False, True):
+            path = f"{folder}/{first}-{then}-{shard}"
+            before = train(first, shard, path, 1)
+            ended.append(train(then, shard, path, 3))
+            assert before is None or ended[-1] != before
+        assert ended[0] == ended[1]
+
+
 def test_one_rank_that_saves_alone_is_told(folder):
     """At the end: the team has failed then."""
     keras_hpc.init(shard_optimizer=True, timeout_seconds=60)

@@ -2,6 +2,7 @@
 """Plans of models in parts: what all parts compute, in turns in this process, against the whole; and refusals."""
 
 import itertools
+import re
 
 import keras
 import numpy as np
@@ -11,6 +12,7 @@ from keras import layers
 import keras_hpc
 from keras_hpc import partition
 from keras_hpc.spatial import geometry, windows
+from keras_hpc.spatial import layers as kinds
 
 RANKS = {"torch": (1,)}
 SOAK = {"tensorflow": (1,), "jax": (1,)}
@@ -47,21 +49,48 @@ def part_of(x, split, grid, rank):
     return x
 
 
+def with_borders(layer, step, pieces, grid, rank):
+    """What a rank makes of its own rows and of those that others send."""
+    (axis,), read = step.splits[0], step.fetches[0]
+    one = next(one for one in read.axes if one.axis == axis)
+    line = grid.line(rank, axis - 1)
+    part = line.index(rank)
+    rows = (slice(None),) * axis
+    sent = {q: dict(one.move_at(grid.place(line[q])).sends) for q, _ in one.move_at(grid.place(rank)).receives}
+    received = [pieces[line[q]][(*rows, slice(*sends[part]))] for q, sends in sent.items()]
+    received = np.concatenate(received or [pieces[rank][(*rows, slice(0, 0))]], axis=axis)
+    borders = geometry.borders(step.axes[axis - 1], grid.parts[axis - 1], part)
+    own, received = (keras.ops.convert_to_tensor(x) for x in (pieces[rank], received))
+
+    def add(x, kernel, convolution, of_others, begins):
+        y = keras.ops.convert_to_numpy(convolution(x, kernel)).copy()
+        for begin, added in zip(begins, of_others(received, kernel), strict=True):
+            y[(*rows, slice(begin, begin + added.shape[axis]))] += keras.ops.convert_to_numpy(added)
+        return keras.ops.convert_to_tensor(y)
+
+    return windows.compute_own(layer, step.axes, axis, borders, own, add, layer)
+
+
 def in_parts(plan, x):
     """The pieces of the output that the ranks of a group compute."""
     grid = plan.grid
     split = plan.splits[id(plan.model.inputs[0])]
     values = {id(plan.model.inputs[0]): [part_of(x, split, grid, rank) for rank in range(grid.size)]}
     for node, step in plan.nodes():
-        inputs = [fetched(f, values[id(t)], grid) for f, t in zip(step.fetches, node.input_tensors, strict=True)]
+        inputs = [
+            values[id(t)] if step.kind == "borders" else fetched(f, values[id(t)], grid)
+            for f, t in zip(step.fetches, node.input_tensors, strict=True)
+        ]
         results = []
         for rank in range(grid.size):
             mine = {
                 id(t): keras.ops.convert_to_tensor(v[rank]) for t, v in zip(node.input_tensors, inputs, strict=True)
             }
             args, kwargs = node.arguments.fill_in(mine)
-            if step.kind == "window":
-                place = grid.place(rank)
+            place = grid.place(rank)
+            if step.kind == "borders":
+                y = with_borders(node.operation, step, inputs[0], grid, rank)
+            elif step.kind == "window":
                 y = windows.compute(node.operation, step.axes, step.splits[0], grid, place, args[0], node.operation)
             else:
                 assert step.kind == "layer"
@@ -272,3 +301,33 @@ def test_a_layer_marked_pointwise_and_models_without_images():
     assert not partition(words, 2).is_split
     with pytest.raises(TypeError, match=r"derived from keras\.layers\.Layer"):
         keras_hpc.spatial.pointwise(int)
+
+
+OF_TWO = {
+    *("Add", "Divide", "DivideNoNan", "Equal", "Greater", "GreaterEqual", "Hypot", "Less", "LessEqual", "Logaddexp"),
+    *("LogicalAnd", "LogicalOr", "Maximum", "Minimum", "Multiply", "NotEqual", "Power", "Subtract", "TrueDivide"),
+    "Where",
+}
+FUNCTIONS = {
+    "Cast": lambda x: keras.ops.cast(x, "float16"),
+    "Clip": lambda x: keras.ops.clip(x, 0.2, 0.6),
+    "LogicalNot": lambda x: keras.ops.logical_not(x > 0.5),
+    "Where": lambda a, b: keras.ops.where(a > b, a, b),
+}
+
+
+@pytest.mark.parametrize("name", sorted(kinds._POINTWISE_OPERATIONS - {"Abs"}))  # which Keras makes an Absolute
+def test_operations_that_are_split_compute_each_position_by_itself(name):
+    """In another order of positions they give the same numbers in that order."""
+    function = FUNCTIONS.get(name) or getattr(keras.ops, re.sub("(?<!^)(?=[A-Z])", "_", name).lower())
+    x = np.random.default_rng(0).random((2, 2, 8, 3, 2)).astype("float32")
+    inputs = [keras.Input((8, 3, 2)) for _ in x]
+    if name not in OF_TWO:
+        inputs, x = inputs[:1], x[:1]
+    model = keras.Model(inputs, layers.Conv2D(1, 1)(keras.ops.cast(function(*inputs), "float32")))
+    assert name in {type(operation).__name__ for operation in model.operations}
+    assert partition(model, 2).is_split
+    order = np.random.default_rng(1).permutation(8)
+    found, expected = ([keras.ops.convert_to_tensor(a) for a in given] for given in (x[:, :, order], x))
+    found, expected = (keras.ops.convert_to_numpy(function(*given)) for given in (found, expected))
+    np.testing.assert_array_equal(found, expected[:, order])

@@ -47,7 +47,7 @@ def traced(work):
     _native.set_tracing(True)
     work()
     _native.set_tracing(False)
-    return sorted(_native.take_trace(), key=lambda event: event[3])  # name, kind, team, begin, end
+    return sorted(json.loads(_native.take_trace()), key=lambda event: event[3])  # name, kind, team, begin, end
 
 
 def test_pipelined_teams_are_on_their_way_at_the_same_time(team_job):

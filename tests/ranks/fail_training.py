@@ -13,7 +13,10 @@ import numpy as np
 import keras_hpc
 
 how = sys.argv[1]
-keras_hpc.init(shard=False, timeout_seconds=6, stall_seconds=2)
+sharded, local = how == "in-update", how == "in-local-step"
+keras_hpc.init(shard=False, timeout_seconds=6, stall_seconds=2, shard_optimizer=sharded)
+if local:
+    keras_hpc.configure_team(0, schedule="local", every=4)
 mapped.tell()
 failing = keras_hpc.rank() == keras_hpc.size() - 1
 
@@ -51,13 +54,24 @@ if how == "exit-outside-training":
         raise SystemExit(3)
     keras_hpc.allgather(np.ones(3))
 
+
+class FailingSGD(keras.optimizers.SGD):
+    """Fails in its seventh step: of a sharded optimizer, when gradients are reduced and weights not gathered yet."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        if failing and int(self.iterations) == 6:
+            sys.stdout.write(f"FAILS AT {time.time()}\n")
+            raise RuntimeError("boom on the last rank")
+        super().update_step(gradient, variable, learning_rate)
+
+
 batches = 400
 if how in ("fewer-batches", "other-lengths") and failing:
     batches = 7
 x = np.random.default_rng(0).normal(size=(4 * batches, 8)).astype("float32")
 y = x.sum(axis=1, keepdims=True)
 model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="first"), keras.layers.Dense(1, name="last")])
-model.compile("sgd", "mse")
+model.compile(FailingSGD() if sharded or local else "sgd", "mse")
 if how == "other-lengths":
     sys.stdout.write(f"FAILS AT {time.time()}\n")
 if how == "fewer-batches":  # of a generator nobody knows the length before

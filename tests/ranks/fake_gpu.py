@@ -18,6 +18,12 @@ _DEFAULT_STREAM = 0
 _fake = ctypes.CDLL(os.environ["TESTS_FAKE_GPU"])
 _fake.fake_reset(1, 30)
 _fake.fake_any_pointer(1)
+_fake.fake_stream.restype = ctypes.c_void_p
+if "TESTS_FAKE_NCCL" in os.environ:
+    _nccl = ctypes.CDLL(os.environ["TESTS_FAKE_NCCL"])
+    _fake.fake_show(MPI.COMM_WORLD.rank, 1)  # a GPU of its own
+_other_stream = _fake.fake_stream()
+_of_two_streams = []  # tensors
 
 
 def _and_finish(method):
@@ -32,8 +38,20 @@ def _torch():
     from keras_hpc.backends import torch as backend
     from keras_hpc.backends import torch_gradients
 
+    # Half of the gradients are made on another stream than the one that waits for their means.
+    start, current = torch_gradients.DeviceGradients._start, [_DEFAULT_STREAM]
+
+    def start_elsewhere(self, index, *args):
+        current[0] = _other_stream if index % 2 else _DEFAULT_STREAM
+        try:
+            return start(self, index, *args)
+        finally:
+            current[0] = _DEFAULT_STREAM
+
+    torch_gradients.DeviceGradients._start = start_elsewhere
+    torch_gradients.use_on_this_stream = _of_two_streams.append
     backend.device_of = lambda tensors: 0
-    backend.stream_of = torch_gradients.stream_of = lambda device: _DEFAULT_STREAM
+    backend.stream_of = torch_gradients.stream_of = lambda device: current[0]
     torch_gradients.gpu = lambda number: "cpu"
     Plan.wait_on = _and_finish(Plan.wait_on)
     Plan.second_on = _and_finish(Plan.second_on)
@@ -62,5 +80,10 @@ def pytest_configure(config):
 def pytest_sessionfinish(session, exitstatus):
     """See that it was used; by the only rank of a job not at all."""
     alone = MPI.COMM_WORLD.size == 1
+    if keras.backend.backend() == "torch":
+        assert (_of_two_streams == []) == alone
+    if "TESTS_FAKE_NCCL" in os.environ:
+        assert _nccl.fake_nccl_calls(b"ncclAllReduce") > 0
+        return
     for copy in (b"cuMemcpyDtoHAsync", b"cuMemcpyHtoDAsync"):
         assert (_fake.fake_calls(copy) == 0) == alone

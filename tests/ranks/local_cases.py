@@ -2,21 +2,19 @@
 """What the checks of local steps share: local SGD and DiLoCo's outer step in NumPy, a model, and loops of one's own."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
 from keras_cases import job, part
+from linear_cases import BATCH, FEATURES, MOMENTUM, RATE, SCHEDULED, STEPS, W, data, fit_on
 
 import keras_hpc
 
-SAMPLES, BATCH, FEATURES = 133, 12, 4  # 12 steps an epoch; the last holds 1 sample, so other ranks have none
-STEPS = 12
-RATE, MOMENTUM = 0.05, 0.8
-LOCAL, SYNCHRONOUS = 0, 1  # teams
-
-X = np.random.default_rng(3).normal(size=(SAMPLES, FEATURES)).astype("float32")
-Y = (X @ np.array([1.0, -2.0, 0.5, 3.0], "float32") + 0.7)[:, None].astype("float32")
-W = np.array([[0.1], [0.2], [-0.3], [0.4]], "float32")
+SAMPLES = 133  # the last step of an epoch has 1, so other ranks have none
+LOCAL = SCHEDULED
+X, Y = data(SAMPLES)
+fit = functools.partial(fit_on, X, Y)
 
 
 class LocalSGD:
@@ -129,18 +127,6 @@ class LocalSGD:
             if s + 1 in settle:
                 self.settle()
         return self.settle()
-
-
-def linear(team=LOCAL, optimizer=None, **compiled):
-    model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
-    model.set_weights([W, np.zeros(1, "float32")])
-    model.compile(optimizer or keras.optimizers.SGD(RATE, momentum=MOMENTUM), "mse", **compiled)
-    keras_hpc.assign_team(model, team)
-    return model
-
-
-def fit(model, epochs=2, **kwargs):
-    return model.fit(X, Y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, **kwargs)
 
 
 def check_weights(model, reference):

@@ -8,6 +8,8 @@ from keras import layers
 from keras_cases import enough
 
 import keras_hpc
+from keras_hpc.spatial.geometry import Grid
+from keras_hpc.spatial.partition import plan_of
 
 # Of so many ranks; of 4, one group or two.
 GRIDS = {2: [(2, 1)], 3: [(3, 1)], 4: [(2, 2), (2, 1), *enough([(4, 1)])]}
@@ -131,3 +133,15 @@ def samples(network, count):
     inputs, outputs = (t[0].shape for t in (network.inputs, network.outputs))
     x = rng.normal(size=(count, *inputs[1:])).astype("float32")
     return x, rng.integers(0, outputs[-1], (count, *outputs[1:-1])).astype("int32")
+
+
+def bordered():
+    """Convolutions that read rows of one side only, or of both; of one only the kernel has a gradient, or its input."""
+    inputs = keras.Input((24, 6, 2))
+    x = layers.Conv2D(4, 2, padding="same", activation="tanh")(inputs)
+    x = layers.Conv2D(4, (4, 2), padding="same", trainable=False)(x)
+    x = layers.Conv2D(4, 5, strides=2, padding="same", activation="relu")(x)
+    model = keras.Model(inputs, layers.Conv2D(2, 3, padding="same")(x))
+    steps = [step.kind for _, step in plan_of(model, Grid((ranks(),)), 1).nodes()]
+    assert steps == ["window" if keras.backend.backend() == "torch" else "borders"] * 4
+    return model

@@ -106,6 +106,34 @@ def check_steps(job: Job, team: Team, call: running.Call, arguments: dict[str, A
         )
 
 
+def first_samples(arguments: dict[str, Any], adapter: Any) -> Any:
+    """Return `(x, y, sample_weight)` of the first samples that a call was given, of arrays all of them.
+
+    `None` where nobody can read them without taking them away from the call.
+
+    Args:
+        arguments: those of Keras' `EpochIterator`.
+        adapter: what `adapter_for` has returned, which has read some already.
+    """
+    import keras
+
+    from keras_hpc.data.dataset import Dataset
+
+    x: Any = arguments.get("x")
+    if hasattr(adapter, "first_batch"):
+        return adapter.first_batch
+    if _can_convert_arrays((x, arguments.get("y"), arguments.get("sample_weight"))):
+        return x, arguments.get("y"), arguments.get("sample_weight")
+    with seeds.kept():  # a data set may draw while it is read
+        if isinstance(x, Dataset):
+            return x.rows(0, 0, 1)
+        if isinstance(x, keras.utils.PyDataset):
+            return x[0]
+        if _is_tf_dataset(x) and hasattr(x, "take"):
+            return next(iter(x.take(1)), None)
+    return None
+
+
 def _open(shard: Shard, team: Team, arguments: dict[str, Any]) -> Any:
     """Return this rank's adapter, before anything is agreed on."""
     if shard.fixed is not None and shard.batch == "global" and shard.size > 1:

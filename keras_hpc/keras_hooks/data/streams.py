@@ -74,9 +74,14 @@ class ShardedStream(_KerasAdapter):  # type: ignore[misc, valid-type]
         how = "dealt to ranks one by one" if self._shard.batch == "local" else "each cut among the ranks"
         return f"{self.fingerprint[0]}, every rank reads all batches, {how}"
 
+    @property
+    def first_batch(self) -> Any:
+        """What all ranks read first."""
+        return self._batches.first[0]
+
     def content(self) -> str:
         """Return a digest of the first batch, to find out whether ranks hold the same data."""
-        return digest(self._batches.first[0])
+        return digest(self.first_batch)
 
 
 def _as_tuple(batch: Any) -> Any:

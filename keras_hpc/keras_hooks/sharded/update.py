@@ -2,8 +2,8 @@
 """An update of a sharded optimizer: each rank updates its pieces with the optimizer itself, then all get all weights.
 
 What is updated is what the optimizer would update, with the same operations on the same numbers, so the weights have
-the same bits as without. Gradients come here reduced. Norms of them, for clipping, are those of whole gradients, on
-every rank; only then each takes its pieces.
+the same bits as without. Gradients come here reduced, each rank's pieces at least (`takers.py`). Norms of them, for
+clipping, are those of whole gradients, on every rank; only then each takes its pieces.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def install(job: Any, patcher: Any) -> None:
     patcher.patch(base, "add_variable_from_reference", _add_variable)
     patcher.patch(base, "apply", _apply)
     patcher.patch(base, "finalize_variable_values", _finalize)
+    if keras.backend.backend() == "jax":
+        patcher.patch(keras_private.get(keras_private.LOSS_SCALE_OPTIMIZER), "stateless_apply", _in_branches)
 
 
 def _build(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +64,7 @@ def _add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
 def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        shards = _shards_for_update(self, trainable_variables)
+        shards = shards_for_update(self, trainable_variables)
         if shards is None or len(grads) == 0:
             return original(self, grads, trainable_variables)
         given = list(self._trainable_variables if trainable_variables is None else trainable_variables)
@@ -75,7 +77,19 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _shards_for_update(optimizer: Any, variables: Any) -> Shards | None:
+def _in_branches(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def stateless_apply(self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        updated = original(self, optimizer_variables, grads, trainable_variables)
+        # Only one branch changes weights, so none of these can be had without the `cond`.
+        changed = [new for new, gradient in zip(updated[0], grads, strict=True) if gradient is not None]
+        backends.current().pieces.wait_for_branches(changed)
+        return updated
+
+    return stateless_apply
+
+
+def shards_for_update(optimizer: Any, variables: Any) -> Shards | None:
     """Return how an optimizer that is about to update is shared out; it is built, if it was not.
 
     Raises:
@@ -115,7 +129,7 @@ def update(
         original: Keras' own `apply`.
         optimizer: which holds no others.
         shards: its.
-        gradients: the same on all ranks, whole, or None.
+        gradients: means, at least in this rank's pieces, or None.
         positions: of their variables.
     """
     shards.complete(optimizer)
@@ -151,6 +165,7 @@ def gather(optimizer: Any, shards: Shards, positions: Sequence[int], due: Any = 
         due: a scalar bool tensor, the same on all ranks, whether there is something to gather; None: there is.
     """
     wanted = [(index, piece) for index in positions for piece in shards.pieces[index]]
+    wanted.sort(key=lambda one: one[1].rank)  # what one rank gives lies together
     if not wanted:
         return
     specs = [_spec(shards, index, piece) for index, piece in wanted]
@@ -167,7 +182,7 @@ def gather(optimizer: Any, shards: Shards, positions: Sequence[int], due: Any = 
     for (index, _), piece in zip(wanted, backend.gather(plan, pieces, active=due), strict=True):
         whole.setdefault(index, []).append(piece)
     for index, found in whole.items():
-        if not shards.is_mine(index):
+        if not shards.is_mine(index) or backend.pieces.LEAVES_OUT_UNUSED:
             backend.pieces.put_pieces(shards.variables[index], found)
         if _is_part(shards, index):
             backend.pieces.let_go(shards.stand_ins[index])

@@ -79,7 +79,7 @@ def _on_tensorflow(model: Any, step: Callable[..., Any], described: Callable[...
             variable.assign(value)
         with running.running_step(described(data, offset, total)), running.trying() as applied:
             logs = step(data)
-        return _only(applied), logs, [tf.identity(variable.value) for variable in own]
+        return _only(applied.gradients), logs, [tf.identity(variable.value) for variable in own]
 
     def program_for(data: Any, values: list[Any]) -> tuple[Any, list[bool]]:
         leaves = keras.tree.flatten(data)
@@ -143,7 +143,7 @@ def _on_jax(model: Any, step: Callable[..., Any], described: Callable[..., runni
         state = (trainable, own, metrics) if optimizer is None else (trainable, own, optimizer, metrics)
         with running.running_step(described(data, offset, total)), running.trying() as applied:
             logs, new = step(state, data)
-        return _only(applied), logs, [*new[1], *new[-1]]
+        return _only(applied.gradients), logs, [*new[1], *new[-1]]
 
     program = jax.jit(run) if model.jit_compile and not model.run_eagerly else run
 
@@ -170,7 +170,7 @@ def _on_torch(model: Any, made: Callable[..., Any], described: Callable[..., run
             with seeds.of_rank(model):
                 logs = made([data])
         new = [variable.value.detach().clone() for variable in own]
-        return _only(applied), logs, new
+        return _only(applied.gradients), logs, new
 
     return part
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from keras_hpc.job import launch
 from keras_hpc.job.team_making import make_team
+from keras_hpc.tools import tables
 from keras_hpc.tools.bench import allreduce, ranks
 from keras_hpc.tools.bench.arguments import sizes
 
@@ -67,7 +68,12 @@ def measure(world: launch.World, arguments: argparse.Namespace, mbit: int | None
     report = ranks.begin_report(world, "allreduce", mbit)
     if arguments.wire_dtype:
         report["wire_dtype"] = arguments.wire_dtype
-    show = ranks.printer(world, allreduce.table)
+    grid = tables.Grid(allreduce.COLUMNS)
+
+    def show(rows: list[allreduce.Row]) -> None:
+        if world.rank == 0:
+            grid.show([allreduce.cells(row) for row in rows])
+
     report["rows"] = allreduce.measure(
         team, arguments.bytes, arguments.seconds, done=show, wire_dtype=arguments.wire_dtype, mbit=mbit
     )

@@ -15,6 +15,7 @@ import numpy as np
 
 from keras_hpc import _native
 from keras_hpc.job.team import Team
+from keras_hpc.tools import tables
 
 # Rows of the report: how the data lie, and what MPI is given to do in their place.
 PATHS = {"private": "mpi", "segment": "mpi", "fusion": "mpi fusion"}
@@ -97,21 +98,26 @@ def _row(nbytes: int, path: str, algorithm: str, times: dict[str, np.ndarray]) -
     return row
 
 
-def table(rows: Sequence[Row], *, header: bool) -> str:
-    """Returns the rows as text."""
-    lines = []
-    if header:
-        lines.append(
-            f"{'bytes':>10}  {'path':8} {'keras_hpc us':>13} {'median':>10} {'MPI us':>10} {'median':>10} "
-            f"{'floor us':>9} {'speed-up':>8}  algorithm"
-        )
-    for row in rows:
-        mpi, mpi_median, speedup = (row.get(k, float("nan")) for k in ("mpi_us", "mpi_median_us", "speedup"))
-        lines.append(
-            f"{row['bytes']:>10}  {row['path']:8} {row['keras_hpc_us']:>13.2f} {row['keras_hpc_median_us']:>10.2f} "
-            f"{mpi:>10.2f} {mpi_median:>10.2f} {row['floor_us']:>9.2f} {speedup:>8.2f}  {row['algorithm']}"
-        )
-    return "\n".join(lines)
+_NUMBERS = {
+    "keras_hpc us": "keras_hpc_us",
+    "median": "keras_hpc_median_us",
+    "MPI us": "mpi_us",
+    "MPI median": "mpi_median_us",
+    "floor us": "floor_us",
+    "speed-up": "speedup",
+}
+COLUMNS = (
+    tables.Column("bytes", 10, right=True),
+    tables.Column("path", 8),
+    *(tables.Column(name, 10, right=True) for name in _NUMBERS),
+    tables.Column("algorithm", 10),
+)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Returns a row as text."""
+    numbers = (f"{row.get(key, float('nan')):.2f}" for key in _NUMBERS.values())
+    return (str(row["bytes"]), row["path"], *numbers, row["algorithm"])
 
 
 def plot(report: dict[str, Any], file: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from keras_hpc.errors import LaunchError
 from keras_hpc.job import launch
-from keras_hpc.tools import launchers
+from keras_hpc.tools import launchers, tables
 from keras_hpc.tools.bench import machine
 
 
@@ -36,6 +36,7 @@ def start(command: Sequence[str], count: int) -> int:
     try:
         mpiexec = launchers.find_mpiexec(launchers.find_library())
         environment = os.environ | launchers.mpiexec_environment(count, placed=False, pinned=True)
+        environment |= tables.environment()
         environment.setdefault("OMP_NUM_THREADS", "1")
         return subprocess.call([*launchers.mpiexec_command(mpiexec, count), *command], env=environment)
     except LaunchError as error:

@@ -54,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"ratio    {ratio:.2f} times as many samples/s; weights of both ranks: the same bits, {two['hash']}")
     if cores < 2:
         print("Both ranks shared a core here: the ratio says nothing.")
+    elif os.getloadavg()[0] > cores + 1:  # one more, for what starts and ends
+        print("Other programs use these cores: the ratio says little.")
     return 0
 
 
@@ -70,7 +72,7 @@ def _backend() -> str:
 
 
 def _train(ranks: int, backend: str, epochs: int, cores: int) -> dict[str, Any]:
-    environment = os.environ | {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1"}
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2"} | os.environ | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
     environment["PYTHONSAFEPATH"] = "1"  # in a clone, the folder of sources is not what was installed
     # An own core for each rank, the only one as well: that is what is compared.
     pinned = ["--cores", "1"] if cores >= ranks else ["--no-pin"]

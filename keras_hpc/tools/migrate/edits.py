@@ -7,6 +7,7 @@ import ast
 import re
 from collections.abc import Iterable, Sequence
 
+_CLOSE = bytes.maketrans(b"([{", b")]}")
 _GAP = re.compile(rb"(?:[ \t]|\\\n|\n|#[^\n]*)*")
 
 
@@ -75,6 +76,9 @@ class Source:
                         self._edits.append((before, comma + 1, b""))
                 self._edits.append((begin, ends[index], b""))
         first = next((i for i, element in enumerate(elements) if id(element) not in gone), len(elements))
+        if all(id(element) in gone for element in elements):  # nothing between the brackets then, not even a line
+            self._edits.append((start, self.text.index(self.text[start - 1 :].translate(_CLOSE)[:1], ends[-1]), b""))
+            return
         if first:  # what follows the bracket then: no blank line, no blank
             behind = ends[first - 1]
             blank = re.compile(rb"[ \t]*\n(?=[ \t]*\n)|[ \t]+(?!\n)|").match(self.text, behind)
@@ -102,6 +106,10 @@ class Source:
             first = comments
         if self._line(first - 1).strip() == b"" and self._line(last + 1).strip() == b"" and first > 1:
             last += last < len(self._starts) - 1
+        self._edits.append((self._starts[first - 1], self._starts[last], b""))
+
+    def remove_lines(self, first: int, last: int) -> None:
+        """Take whole lines out, from 1, inclusive."""
         self._edits.append((self._starts[first - 1], self._starts[last], b""))
 
     def unwrap(self, statement: ast.If) -> None:

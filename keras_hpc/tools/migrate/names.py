@@ -51,4 +51,10 @@ HARMLESS = {"backward_passes_per_step": "1", "average_aggregated_gradients": Non
 BROADCAST = (
     "call keras_hpc.broadcast(model) before the loop: it cannot be called in a compiled function, as Horovod's was here"
 )
+# Of names that nothing takes the place of: what does the same.
+INSTEAD = {
+    "run": "start ranks by `keras-hpc run -n 4 SCRIPT`, not from the script",
+    "callbacks.LearningRateScheduleCallback": "write it as keras.callbacks.LearningRateScheduler for the epochs after "
+    "the warm-up: its rates are those of all ranks together, one rank's times keras_hpc.size()",
+}
 OPTIMIZER_STATE = "the state of an optimizer of torch.optim is not broadcast: load it on every rank"

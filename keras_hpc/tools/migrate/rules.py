@@ -9,12 +9,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
+from keras_hpc.tools.migrate import leftovers
 from keras_hpc.tools.migrate.edits import Source
 from keras_hpc.tools.migrate.names import (
     BROADCAST,
     COMPRESSION,
     FIRST_RANK_ONLY,
     HARMLESS,
+    INSTEAD,
     KNOWN_KEYWORDS,
     MODULES,
     OPS,
@@ -66,6 +68,7 @@ class _Changes(Script):
         super().__init__(source)
         self._marked: set[tuple[int, str]] = set()
         self._gone: set[ast.AST] = set()
+        self._compression: str | None = None  # a name that has become a call of configure_team
         calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
         self._has_loop = any(self.name(call.func) == "DistributedGradientTape" for call in calls)
         self._has_fit = any(isinstance(call.func, ast.Attribute) and call.func.attr == "fit" for call in calls)
@@ -79,6 +82,9 @@ class _Changes(Script):
 
     def change(self) -> None:
         self._change_imports()
+        for first, last in leftovers.remarks(self._source.text):
+            self._source.remove_lines(first, last)
+        self._compression = self._change_compression()
         for node in ast.walk(self._source.tree):
             if any(parent in self._gone for parent in self.above(node)):
                 continue
@@ -97,6 +103,8 @@ class _Changes(Script):
         for node in ast.walk(self._source.tree):
             if any(parent in self._gone for parent in [node, *self.above(node)]):
                 continue
+            if said := leftovers.of_keras_2(node):
+                self._mark(node, said)
             if isinstance(node, ast.Call):
                 self._change_call(node)
             elif isinstance(node, ast.Attribute | ast.Name):
@@ -119,6 +127,35 @@ class _Changes(Script):
                 source.remove_statement(node, self._block_of(node))
             self._gone.add(node)
             first = False
+
+    def _change_compression(self) -> str | None:
+        """Tell the team in the place of `compression = hvd.Compression.fp16 if ...`, and return the name."""
+        begun = next((n for n in ast.walk(self._source.tree) if self.is_call(n, "init")), None)
+        for node in ast.walk(self._source.tree):
+            if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name) or begun is None:
+                continue
+            name, value = node.targets[0].id, node.value
+            choices = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+            chosen = [self.name(one) for one in choices]
+            if not all(one in ("Compression.fp16", "Compression.none") for one in chosen):
+                continue
+            uses = [n for n in ast.walk(self._source.tree) if isinstance(n, ast.Name) and n.id == name]
+            options = [n for n in uses if isinstance(up := self._parents[n], ast.keyword) and up.arg == "compression"]
+            if len(uses) != len(options) + 1 or self.above(node)[0] is not self.above(self.statement_of(begun))[0]:
+                continue
+            if self._source.begin(node) < self._source.begin(begun):
+                continue
+            types = ['"float16"' if one == "Compression.fp16" else "None" for one in chosen]
+            wire = types[0]
+            if isinstance(value, ast.IfExp):
+                wire = f"{types[0]} if {self._source.of(value.test)} else {types[1]}"
+            if set(chosen) == {"Compression.none"}:
+                self._remove(node)
+            else:
+                self._source.replace(node, f"keras_hpc.configure_team(0, wire_dtype={wire})")
+                self._gone.add(node)
+            return name
+        return None
 
     def _change_if(self, node: ast.If) -> None:
         """Leave out the first rank's `if` around callbacks that are its own anyway, and the choice of a GPU."""
@@ -143,7 +180,9 @@ class _Changes(Script):
     def _change_assignment(self, node: ast.Assign) -> None:
         target = node.targets[0]
         if self.chooses_gpu(node):
-            self._remove(node)
+            config = ast.unparse(target).partition(".")[0]
+            for one in leftovers.session_of(config, self._source) or [node]:
+                self._remove(one)
             return
         value = node.value
         if isinstance(value, ast.Call) and self.name(value.func) in KNOWN_KEYWORDS and value.args:
@@ -280,13 +319,13 @@ class _Changes(Script):
         elif name.split(".")[0] == "Compression":
             self._mark(node, COMPRESSION)
         else:
-            self._mark(node, f"nothing in keras_hpc takes the place of {name}")
+            self._mark(node, INSTEAD.get(name, f"nothing in keras_hpc takes the place of {name}"))
 
     def _check_wrapper(self, call: ast.Call) -> None:
         for keyword in call.keywords:
             text = self._source.of(keyword.value)
             if keyword.arg == "compression":
-                if self.name(keyword.value) != "Compression.none":
+                if self.name(keyword.value) != "Compression.none" and text != self._compression:
                     self._mark(call, COMPRESSION)
             elif keyword.arg == "op" and self.name(keyword.value) not in ("Average", None):
                 self._mark(call, f"gradients are averaged here. Horovod did: {text}")

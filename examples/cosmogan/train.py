@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CosmoGAN: a generator learns to make maps of weak lensing, each network on a team of its own.
+
+mpiexec -n 2 python -m examples.cosmogan.train
+
+Maps come from `maps.py`, made once; others are kept for tests. The folder of --out then holds losses.csv, quality.json
+and generated.npz.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from examples import tables
+from examples.cosmogan import maps
+
+LATENT = 64
+STATISTICS = ("histogram", "spectrum")
+REAL = 0.9  # its label of real maps, so that it does not become too sure
+FLIPPED = 0.01  # of the discriminator's batches have wrong labels on purpose
+
+
+def arguments(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--maps", type=int, default=4096, help="to learn from (default: 4096)")
+    parser.add_argument("--tests", type=int, default=512, help="maps that are compared (default: 512)")
+    parser.add_argument("--filters", type=int, default=16, help="of the widest level; the paper's: 64 (default: 16)")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=32, help="of all ranks (default: 32)")
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--data", type=Path, default=Path("results") / "cosmogan", help="folder for the maps")
+    parser.add_argument("--out", type=Path, default=Path("results") / "cosmogan" / "run")
+    return parser.parse_args(argv)
+
+
+def _convolved(layer, filters, **kwargs):
+    import keras
+
+    start = keras.initializers.RandomNormal(stddev=0.02)
+    return layer(filters, 5, strides=2, padding="same", kernel_initializer=start, **kwargs)
+
+
+def generator(size, filters, levels):
+    """Returns the network from noise, (batch, 64), to maps, (batch, size, size, 1); its images grow `levels` times."""
+    import keras
+    from keras import layers
+
+    side, most = size // 2**levels, filters * 2 ** (levels - 1)
+    start = keras.initializers.RandomNormal(stddev=0.02)
+    model = keras.Sequential([keras.Input((LATENT,))], name="generator")
+    model.add(layers.Dense(side * side * most, kernel_initializer=start))
+    model.add(layers.Reshape((side, side, most)))
+    for level in range(levels - 1, -1, -1):
+        model.add(layers.BatchNormalization(momentum=0.9, epsilon=1e-5))
+        model.add(layers.ReLU())
+        last = level == 0
+        wide = 1 if last else filters * 2 ** (level - 1)
+        model.add(_convolved(layers.Conv2DTranspose, wide, activation="tanh" if last else None))
+    return model
+
+
+def discriminator(size, filters, levels):
+    """Returns the network from maps to the logit of being real, (batch, 1): the generator's mirror."""
+    import keras
+    from keras import layers
+
+    model = keras.Sequential([keras.Input((size, size, 1))], name="discriminator")
+    for level in range(levels):
+        model.add(_convolved(layers.Conv2D, filters * 2**level))
+        if level:
+            model.add(layers.BatchNormalization(momentum=0.9, epsilon=1e-5))
+        model.add(layers.LeakyReLU(negative_slope=0.2))
+    model.add(layers.Flatten())
+    model.add(layers.Dense(1, kernel_initializer=keras.initializers.RandomNormal(stddev=0.02)))
+    return model
+
+
+def compiled(rate, filters=16, levels=3):
+    """Returns generator, discriminator and both, the last two compiled, each with a team."""
+    import keras
+
+    import keras_hpc
+
+    make, judge = generator(maps.SIZE, filters, levels), discriminator(maps.SIZE, filters, levels)
+    both = keras.Sequential([keras.Input((LATENT,)), make, judge])
+    for team, model in enumerate((judge, both)):
+        judge.trainable = team == 0  # `both` trains the generator only
+        loss = keras.losses.BinaryCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(rate, beta_1=0.5), loss)
+        keras_hpc.assign_team(model, team)
+    both.optimizer.build(make.trainable_variables)
+    judge.trainable = True
+    return make, judge, both
+
+
+def step(models, real, rng):
+    """Trains the discriminator on real and generated maps together, and the generator on the same noise.
+
+    Together, so that BatchNormalization's moving statistics, with which the discriminator judges while the generator
+    trains, are those of what it was trained on.
+
+    Args:
+        models: of `compiled`.
+        real: maps of this rank, -1 to 1.
+        rng: another one on every rank.
+
+    Returns:
+        losses of this rank, of discriminator and generator.
+    """
+    make, judge, both = models
+    noise = rng.normal(size=(len(real), LATENT)).astype("float32")
+    ones = np.ones((len(real), 1), "float32")
+    images = np.concatenate([real, np.asarray(make(noise, training=True))])
+    labels = np.concatenate([REAL * ones, 0 * ones])
+    judge.reset_metrics()
+    losses = [float(judge.train_on_batch(images, 1 - labels if rng.random() < FLIPPED else labels))]
+    judge.trainable = False  # Keras looks at it when it traces a step
+    both.reset_metrics()
+    losses.append(float(both.train_on_batch(noise, ones)))
+    judge.trainable = True
+    return losses
+
+
+def quality(generated, tests):
+    """Returns chi squared per bin of the histogram of pixels and of the power spectrum, between maps of convergence."""
+    both = (maps.chi2(of(generated), of(tests)) for of in (maps.intensities, maps.powers))
+    return dict(zip(STATISTICS, both, strict=True))
+
+
+def prepare(folder, count, tests):
+    """Makes the maps, unless they are there, and returns their files: to learn from, and for tests."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = folder / f"train-{count}.npz", folder / f"test-{tests}.npz"
+    for seed, (file, number) in enumerate(zip(files, (count, tests), strict=True)):
+        if not file.exists():
+            maps.write(file, number, seed)
+    return files
+
+
+def main(argv=None):
+    args = arguments(argv)
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    import keras
+
+    import keras_hpc
+
+    keras_hpc.init(teams=2)
+    rank, size = keras_hpc.rank(), keras_hpc.size()
+    keras.utils.set_random_seed(args.seed)
+    if rank == 0:
+        prepare(args.data, args.maps, args.tests)
+    keras_hpc.barrier()
+    train, test = prepare(args.data, args.maps, args.tests)
+
+    def decode(rows):
+        return maps.squeezed(rows["convergence"])
+
+    data = keras_hpc.data.Dataset(
+        train, args.batch_size // size, fields=("convergence",), decode=decode, shuffle="all", seed=args.seed
+    )
+    models = compiled(args.learning_rate, args.filters)
+    lines = []
+    for epoch in range(args.epochs):
+        data.set_epoch(epoch)
+        batches = keras_hpc.shard(data)  # dealt to the ranks
+        for model in models[1:]:  # the rate falls in the second half
+            model.optimizer.learning_rate = args.learning_rate * min(1, 2 * (1 - epoch / args.epochs))
+        rng = np.random.default_rng([args.seed, rank, epoch])
+        losses = np.mean([step(models, batches[number], rng) for number in range(len(batches))], axis=0)
+        losses = keras_hpc.allreduce(losses)
+        names = ("discriminator", "generator")
+        lines.append({"epoch": epoch + 1, **dict(zip(names, map(float, losses), strict=True))})
+        if rank == 0:
+            print(", ".join(f"{name} {value:.3f}" for name, value in lines[-1].items()), flush=True)
+    for model in models:
+        keras_hpc.check_replicas(model)
+    if rank == 0:
+        args.out.mkdir(parents=True, exist_ok=True)
+        tables.write(args.out / "losses.csv", lines)
+        noise = np.random.default_rng(args.seed).normal(size=(args.tests, LATENT)).astype("float32")
+        with keras_hpc.local():
+            generated = maps.stretched(models[0].predict(noise, verbose=0))
+        with np.load(test) as file:
+            found = quality(generated, file["convergence"])
+        (args.out / "quality.json").write_text(json.dumps(found))
+        np.savez_compressed(args.out / "generated.npz", convergence=generated)
+        print(", ".join(f"{name} {value:.2f}" for name, value in found.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NCCL, which comes with the framework: whether a team's GPUs can reduce by it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from keras_hpc import _native
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def load() -> int:
+    """Load the library, unless the framework has, and return its version, such as 23004.
+
+    Raises:
+        CommunicationError: there is none, or it is too old.
+    """
+    wheels = importlib.util.find_spec("nvidia")
+    for folder in (wheels.submodule_search_locations or ()) if wheels else ():
+        library = Path(folder) / "nccl" / "lib" / "libnccl.so.2"
+        if library.is_file():
+            return int(_native.load_nccl(str(library)))
+    return int(_native.load_nccl())
+
+
+def agree(plan: Any, device: int) -> bytes:
+    """Return what lets the ranks' GPUs find each other, for `Plan.open_nccl`. Collective.
+
+    Args:
+        plan: a new plan.
+        device: the number of this rank's GPU.
+
+    Raises:
+        CommunicationError: NCCL cannot reduce this plan; on all ranks, with the first rank's reason.
+    """
+    team, problem, number = plan.team, "", b""
+    try:
+        problem = _obstacle(plan)
+        if not problem:
+            load()
+            number = _native.nccl_id() if team.rank == 0 else b""
+        uuid = _native.visible_devices()[device][1]
+    except _native.Error as error:
+        problem, uuid = str(error), ""
+    everyone = team.allgather_object([problem, uuid, number], "open_nccl")
+    problems = [text for text, _, _ in everyone if text]
+    if not problems and len({uuid for _, uuid, _ in everyone}) < team.size:
+        problems = ["ranks share a GPU, and NCCL wants one for each"]
+    if problems:
+        raise _native.Error(problems[0])
+    found: bytes = everyone[0][2]
+    return found
+
+
+def _obstacle(plan: Any) -> str:
+    if plan.pipelined:
+        return "its steps are pipelined"
+    if plan.op not in ("mean", "sum") or any(t.dtype not in _FLOATS for t in plan.tensors):
+        return "only sums and means of floats are known to us there"
+    if plan.team.node_count > 1:
+        return "the ranks are on several nodes"
+    return ""

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses and metrics of models in parts (`parts`), where outputs are this rank's part.
+
+Targets are cut like the outputs, and a loss that is a mean over positions is multiplied by
+
+    share = this rank's positions / the mean of those of the group's ranks
+
+so that its mean over the group is the loss of the whole sample; the means that metrics keep are weighted by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from keras_hpc.keras_hooks import keras_private, parts, running
+
+Method = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """The outputs of which a loss or metric is computed.
+
+    Attributes:
+        share: this rank's positions, divided by what the group's ranks have on average.
+        copies: how many ranks of the group have the same part.
+        extents: rows of each spatial axis that this rank has.
+    """
+
+    share: float
+    copies: int
+    extents: tuple[int, ...]
+
+    def check(self, values: Any, what: str) -> None:
+        """Raise unless there is a value for each position: what mixes positions cannot be added up from parts."""
+        found = tuple(values.shape[1 : 1 + len(self.extents)])
+        if found != self.extents:
+            raise ValueError(
+                f"{what} of outputs in parts has a value for each position, because ranks see a part of them only. "
+                f"Expected the shape (batch, {', '.join(map(str, self.extents))}, ...); or leave the model whole: "
+                f"keras_hpc.partition(model, parts=1). Received: {tuple(values.shape)}"
+            )
+
+
+class _Of(threading.local):
+    loss: _Part | None = None
+    metric: _Part | None = None
+
+
+_of = _Of()
+
+
+def install(job: Any, patcher: Any) -> None:
+    """Hooks losses and metrics, in a job with groups."""
+    if job.group is None:
+        return
+    trainer = keras_private.get(keras_private.TRAINER)
+    patcher.patch(trainer, "compute_loss", functools.partial(_on_parts, "loss"))
+    patcher.patch(trainer, "compute_metrics", functools.partial(_on_parts, "metric"))
+    patcher.patch(keras.metrics.Mean, "update_state", _weighted)
+
+
+def _on_parts(kind: str, original: Method) -> Method:
+    """Wrap `compute_loss` and `compute_metrics`: of parts, with targets and weights cut like them."""
+
+    @functools.wraps(original)
+    def compute(
+        self: Any,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        part = _part_of(self, y_pred)
+        if part is None:
+            return original(self, x, y, y_pred, sample_weight, *args, **kwargs)
+        if kind == "metric":
+            _check_metrics(self)
+        runner = parts.runner_of(self)
+        y = keras.tree.map_structure(functools.partial(_cut, runner, "targets"), y)
+        sample_weight = keras.tree.map_structure(functools.partial(_cut, runner, "sample weights"), sample_weight)
+        with _computing(kind, part):
+            return original(self, x, y, y_pred, sample_weight, *args, **kwargs)
+
+    return compute
+
+
+@contextlib.contextmanager
+def _computing(kind: str, part: _Part) -> Iterator[None]:
+    before = getattr(_of, kind)
+    setattr(_of, kind, part)
+    try:
+        yield
+    finally:
+        setattr(_of, kind, before)
+
+
+def _part_of(model: Any, y_pred: Any) -> _Part | None:
+    """Return which part outputs are; None if they are whole, or nothing that has values."""
+    leaves = [leaf for leaf in keras.tree.flatten(y_pred) if leaf is not None]
+    if not leaves or isinstance(leaves[0], keras.KerasTensor) or not parts.gives_parts(model):
+        return None
+    runner = parts.runner_of(model)
+    if runner is None or running.step() is None or not parts.communicates():
+        return None
+    rank = len(runner.plan.model.outputs[0].shape)
+    return _Part(runner.share(0), runner.copies(0), tuple(int(rows) for rows in leaves[0].shape[1 : max(rank - 1, 2)]))
+
+
+def _cut(runner: Any, what: str, leaf: Any) -> Any:
+    """Return this rank's part of targets or weights, if they have the outputs' positions."""
+    if leaf is None:
+        return None
+    output, split = parts.outputs_of(runner.plan)[0]
+    axes = frozenset(axis for axis in split if axis < len(leaf.shape) and leaf.shape[axis] != 1)
+    return runner.cut(leaf, output.shape, axes, what)
+
+
+def copies_of_loss(team: Any) -> int:
+    """Return on how many ranks of a group the loss that is computed has the same values."""
+    return int(team.parts) if _of.loss is None else _of.loss.copies
+
+
+def counting_ranks(model: Any, team: Any) -> list[int]:
+    """Return the ranks whose metrics count: of those that see the same outputs, the first one."""
+    runner = parts.runner_of(model) if parts.gives_parts(model) else None
+    ranks = range(team.size)
+    return [
+        rank
+        for rank in ranks
+        if (rank % team.parts == 0 if runner is None else runner.is_first_copy(rank % team.parts))
+    ]
+
+
+def share_of_loss(values: Any, reduction: Any) -> float | None:
+    """Return what a mean over the positions of this rank's part is multiplied by; None if outputs are whole.
+
+    Raises:
+        ValueError: the loss has no value for each position, or is not reduced.
+    """
+    part = _of.loss
+    if part is None:
+        return None
+    part.check(values, "A loss")
+    if reduction in (None, "none"):
+        raise ValueError(f"A loss of outputs in parts is reduced. Expected a mean or a sum. Received: {reduction!r}")
+    return part.share
+
+
+def _weighted(original: Method) -> Method:
+    """Weigh what metrics average: Keras takes the mean of each sample first, and parts may have different sizes."""
+
+    @functools.wraps(original)
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        part = _of.metric
+        if part is None:
+            return original(self, values, sample_weight=sample_weight)
+        part.check(values, f"What the metric `{self.name}` averages")
+        if sample_weight is not None:
+            weight = keras.ops.convert_to_tensor(sample_weight, self.dtype) * part.share
+        else:  # then Keras takes no notice of a mask, as of `ignore_class`: with the positions it is gone
+            values = keras.ops.mean(keras.ops.cast(values, self.dtype), axis=tuple(range(1, len(values.shape))))
+            weight = keras.ops.full((keras.ops.shape(values)[0],), part.share, self.dtype)
+        return original(self, values, sample_weight=weight)
+
+    return update_state
+
+
+def _check_metrics(model: Any) -> None:
+    for metric in _leaves(getattr(model._compile_metrics, "metrics", None) or []):
+        if not type(metric).update_state.__module__.startswith("keras."):
+            raise ValueError(
+                "A metric of your own may mix positions, of which ranks see a part only. Expected metrics of Keras, or "
+                "a function that returns a value for each position; or keras_hpc.partition(model, parts=1). Received: "
+                f"`{metric.name}` ({type(metric).__name__})"
+            )
+
+
+def _leaves(metrics: Any) -> Iterator[Any]:
+    for metric in metrics:
+        inner = getattr(metric, "metrics", None)
+        yield from _leaves(inner) if inner else [metric]

@@ -1,0 +1,89 @@
+"""What a rank has on a GPU that is not there, whose tensors a fake NCCL reduces from GPU to GPU."""
+
+import contextlib
+import threading
+
+import numpy as np
+from device_steps import COUNTS, DTYPES, Step
+from fake_cuda import Stream, Tensor, driver, nccl
+from in_process import as_bytes, data_of
+
+from keras_hpc import _native
+
+
+class Ids:
+    """One of NCCL's ids for each plan of all ranks, which are threads."""
+
+    def __init__(self, size):
+        nccl()
+        _native.load_nccl()
+        self._meeting = threading.Barrier(size, action=self._make)
+
+    def _make(self):
+        self._id = _native.nccl_id()
+
+    def next(self):
+        """Return the same on all ranks."""
+        self._meeting.wait(30)
+        return self._id
+
+
+class NcclStep(Step):
+    """A plan, a stream and tensors of a rank, on the GPU of its number."""
+
+    def __init__(self, team, rank, ids, *, op="mean", weighted=False, counts=COUNTS, dtypes=DTYPES, bucket_bytes=0):
+        self.counts, self.dtypes = counts, dtypes
+        specs = [(f"t{i}", dtype, n) for i, (n, dtype) in enumerate(zip(counts, dtypes, strict=True))]
+        self.plan = team.plan("by nccl", specs, op, weighted, in_segment=True, bucket_bytes=bucket_bytes)
+        self.plan.open_nccl(rank, ids.next())
+        self.begin([Tensor(array, rank) for array in data_of(rank, counts, dtypes)], rank)
+
+    def abandon(self, team):
+        """What cannot go on, ends with its team."""
+        driver().fake_in_step(0)
+        driver().fake_finish(self.stream.handle)  # what made them
+        for tensor in self.tensors:  # after an error they are the caller's
+            tensor.free()
+        self.tensors = []
+        super().abandon(team)
+
+
+def steps(team, rank, ids, count, weights=None, poison=(), **options):
+    """Return the results of steps; `poison`: ranks all of whose values are NaN."""
+    with contextlib.closing(NcclStep(team, rank, ids, weighted=weights is not None, **options)) as step:
+        results = []
+        for number in range(count):
+            arrays = data_of(rank, step.counts, step.dtypes, number)
+            if rank in poison:
+                arrays = [np.full_like(array, np.nan) for array in arrays]
+            step.start(arrays, 1.0 if weights is None else weights[rank])
+            results.append(step.wait())
+        return results
+
+
+def host_and_device(team, rank, ids, count):
+    """Steps in which a tensor is on the host, and another one now here, now there, now zeros."""
+    specs = [("x", "float32", 5000), ("n", "float32", 3), ("y", "float32", 100)]
+    plan = team.plan("mixed", specs, "mean", True, in_segment=True)
+    plan.open_nccl(rank, ids.next())
+    stream, x, y = Stream(), Tensor(np.empty(5000, np.float32), rank), Tensor(np.empty(100, np.float32), rank)
+    found = []
+    for number in range(count):
+        x.write(stream, np.full(5000, 4.0 * rank + number, np.float32))
+        plan.start_beside(1, as_bytes(np.full(3, number + 4.0 * rank, np.float32)), 1.0 + 2 * rank)
+        if number % 3 == 0:
+            y.write(stream, np.full(100, 1.0, np.float32))
+            plan.start_on(2, y.address, y.nbytes, 1.0 + 2 * rank, stream.handle)
+        elif number % 3 == 1:
+            plan.start_beside(2, as_bytes(np.full(100, 1.0, np.float32)), 1.0 + 2 * rank)
+        else:
+            plan.start_zeros(2, 1.0 + 2 * rank)
+        plan.start_on(0, x.address, x.nbytes, 1.0 + 2 * rank, stream.handle)
+        plan.wait_on(stream.handle)
+        on_host = [plan.memory(index).view(np.float32).copy() for index in (1, 2)]
+        found.append([x.read(stream), on_host[0], y.read(stream) if number % 3 == 0 else on_host[1]])
+    plan.end()
+    stream.close()
+    x.free()
+    y.free()
+    return found

@@ -1,0 +1,225 @@
+"""Plans with tensors on GPUs that are not there, reduced from GPU to GPU by an NCCL that is not there."""
+
+import contextlib
+import threading
+import time
+
+import numpy as np
+import pytest
+from device_orders import engine
+from device_steps import COUNTS, DTYPES
+from fake_cuda import Stream, Tensor, driver, nccl
+from in_process import check, data_of, run
+from nccl_steps import Ids, NcclStep, host_and_device, steps
+
+from keras_hpc import _native
+
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def fake():
+    nccl().fake_nccl_reset()
+    driver().fake_reset(4, 200)
+    yield driver()
+    assert driver().fake_left() == driver().fake_faults() == nccl().fake_nccl_left() == 0
+
+
+@pytest.mark.parametrize(("n", "bucket_bytes"), [(1, 0), (2, 0), (3, 4096), (4, 0)])
+def test_means_are_those_of_all_ranks(n, bucket_bytes):
+    ids = Ids(n)
+    results = run([0] * n, lambda team, rank: steps(team, rank, ids, STEPS, bucket_bytes=bucket_bytes))
+    for number in range(STEPS):
+        check([of_rank[number] for of_rank in results], [0] * n, COUNTS, DTYPES, "mean", step=number)
+
+
+def test_sums():
+    ids = Ids(3)
+    results = run([0] * 3, lambda team, rank: steps(team, rank, ids, 2, op="sum"))
+    for number in range(2):
+        check([of_rank[number] for of_rank in results], [0] * 3, COUNTS, DTYPES, "sum", step=number)
+
+
+@pytest.mark.parametrize("weights", [[1.0, 3.0], [16.0, 16.0, 5.0], [2.0, 0.0, 7.0, 0.0], [0.0, 0.0]])
+def test_weighted_means(weights):
+    """A rank without samples has NaN; a mean of no samples is zero."""
+    n = len(weights)
+    ids, nobody = Ids(n), [rank for rank in range(n) if weights[rank] == 0]
+    results = run([0] * n, lambda team, rank: steps(team, rank, ids, STEPS, weights, nobody))
+    for number in range(STEPS):
+        if any(weights):
+            check([of_rank[number] for of_rank in results], [0] * n, COUNTS, DTYPES, "mean", weights, number)
+        else:
+            assert all((array == 0).all() for of_rank in results for array in of_rank[number])
+
+
+def test_large_float16_do_not_overflow():
+    """They are multiplied before they are added up."""
+    ids = Ids(4)
+
+    def work(team, rank):
+        with contextlib.closing(NcclStep(team, rank, ids, weighted=True, counts=[50], dtypes=["float16"])) as step:
+            step.start([np.full(50, 60000.0, np.float16)], 64.0)
+            return step.wait()[0]
+
+    for found in run([0] * 4, work):
+        assert (found == 60000.0).all()
+
+
+def test_tensors_on_the_host_beside_others():
+    ids = Ids(2)
+    for found in run([0, 0], lambda team, rank: host_and_device(team, rank, ids, 6)):
+        for number, (x, n, y) in enumerate(found):
+            assert (x == 3.0 + number).all()
+            assert (n == 3.0 + number).all()
+            assert (y == (0.0 if number % 3 == 2 else 1.0)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_weights_that_the_device_has(dtype, fake):
+    ids = Ids(2)
+
+    def work(team, rank):
+        plan = team.plan("x", [("x", "float32", 5000)], "mean", True, in_segment=True)
+        plan.open_nccl(rank, ids.next())
+        stream, x, weight = Stream(), Tensor(np.empty(5000, np.float32), rank), Tensor(np.empty(1, dtype), rank)
+        found = []
+        for number in range(4):
+            weight.write(stream, np.full(1, 1 + 2 * rank if number % 2 else 2, dtype))
+            x.write(stream, np.full(5000, 4.0 * rank + number, np.float32))
+            assert engine.khpc_start_on(plan.id, 0, x.address, weight.address, weight.nbytes, stream.handle) == 0
+            assert engine.khpc_wait_on(plan.id, stream.handle) == 0
+            found.append(x.read(stream))
+        with pytest.raises(_native.Error, match="is not pipelined"):
+            plan.second_on([x.address], stream.handle)
+        plan.end()
+        stream.close()
+        x.free()
+        weight.free()
+        return found
+
+    for found in run([0, 0], work):
+        for number, mean in enumerate(found):
+            assert (mean == (3.0 if number % 2 else 2.0) + number).all()
+
+
+CALLS = ["ncclAllReduce", "ncclRedOpCreatePreMulSum", "ncclRedOpDestroy", "ncclCommGetAsyncError"]
+DRIVER = ["cuEventRecord", "cuStreamWaitEvent", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync"]
+DRIVER += ["cuEventQuery", "cuPointerGetAttribute"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [*CALLS, "what is under way", "cuMemcpyDtoDAsync", *(pytest.param(c, marks=pytest.mark.soak) for c in DRIVER)],
+)
+def test_an_error_in_a_step_is_one_on_all_ranks(call, fake):
+    """At once, whatever NCCL has under way; then the tensors are freed."""
+    ids = Ids(3)
+
+    def work(team, rank):
+        with contextlib.closing(NcclStep(team, rank, ids, weighted=True)) as step:
+            step.start(data_of(rank, COUNTS, DTYPES), 1.0 + rank)
+            step.wait()
+            team.barrier()
+            if rank == 1:
+                if call.startswith("nccl"):
+                    nccl().fake_nccl_fail(call.encode(), 1)
+                elif call.startswith("cu"):
+                    fake.fake_fail(call.encode(), 2)
+                else:
+                    nccl().fake_nccl_break(1, 3)
+
+            def go_on():
+                for number in range(30):
+                    step.start(data_of(rank, COUNTS, DTYPES, number), 1.0 + (rank + number) % 3)
+                    step.wait()
+
+            begin = time.monotonic()
+            with pytest.raises(_native.Error) as error:
+                go_on()
+            assert time.monotonic() - begin < 15
+            step.abandon(team)
+            return str(error.value)
+
+    texts = run([0] * 3, work)
+    said = {"c": f"The GPU's driver: {call} failed with", "n": f"NCCL: {call} failed: internal error."}
+    said = said.get(call[0], "NCCL: a collective failed: internal error.")
+    assert sum(said in text for text in texts) == 1, texts
+    assert sum("met an error" in text for text in texts) == 2, texts
+
+
+@pytest.mark.parametrize("how", ["late", "closed"])
+def test_a_rank_that_does_not_come_is_an_error_in_time(how):
+    """What the others have under way is aborted."""
+    ids = Ids(2)
+    everyone = threading.Barrier(2)
+
+    def work(team, rank):
+        with contextlib.closing(NcclStep(team, rank, ids)) as step:
+            if rank == 0:
+                step.start(data_of(rank, COUNTS, DTYPES))
+                with pytest.raises(_native.Error) as error:
+                    step.wait()
+                step.abandon(team)
+                everyone.wait(30)
+                return str(error.value)
+            if how == "closed":
+                team.close()
+                step.is_over = True
+            everyone.wait(30)
+            step.abandon(team)
+            return ""
+
+    text = run([0, 0], work, timeout=1.5 if how == "late" else 15)[0]
+    assert ("NCCL has not reduced the tensors" if how == "late" else "rank 1") in text
+
+
+def test_bad_input():
+    ids = Ids(1)
+
+    def work(team, rank):
+        with contextlib.closing(NcclStep(team, rank, ids)) as step:
+            arrays = data_of(rank, COUNTS, DTYPES)
+            elsewhere = Tensor(arrays[0], device=1)
+            with pytest.raises(_native.Error, match=r"'t0' is on another GPU than its plan.*Received: GPU 1"):
+                step.plan.start_on(0, elsewhere.address, elsewhere.nbytes, 1.0, step.stream.handle)
+            elsewhere.free()
+            with pytest.raises(_native.Error, match="was waited for but not started"):
+                step.plan.wait_on(step.stream.handle)
+            with pytest.raises(ValueError, match="Expected the bytes that nccl_id returned"):
+                step.plan.open_nccl(0, b"x")
+            step.start(arrays)
+            with pytest.raises(_native.Error, match="was started twice"):
+                step.start(arrays)
+            return step.wait()
+
+    check(run([0], work), [0], COUNTS, DTYPES, "mean")
+
+
+@pytest.mark.parametrize("how", ["one GPU for all", "one cannot", "no memory"])
+def test_gpus_that_nccl_cannot_connect(how, fake):
+    """All ranks hear of it, and can go on without."""
+    ids = Ids(2)
+
+    def work(team, rank):
+        plan = team.plan("x", [("x", "float32", 100)], "mean", False, in_segment=True)
+        number = ids.next()
+        if how == "one cannot" and rank == 0:
+            nccl().fake_nccl_fail(b"ncclCommInitRank", 0)
+        if how == "no memory" and rank == 0:
+            fake.fake_fail(b"cuMemAlloc", 0)
+        with pytest.raises(_native.Error) as error:
+            plan.open_nccl(0 if how == "one GPU for all" else rank, number)
+        return str(error.value)
+
+    texts = run([0, 0], work, timeout=1.0)
+    if how == "one GPU for all":
+        assert texts == ["NCCL: ncclCommInitRank failed: invalid usage."] * 2
+    else:
+        call = "ncclCommInitRank" if how == "one cannot" else "cuMemAlloc"
+        assert sum(f"{call} failed" in text for text in texts) == 1
+        assert sum("NCCL has not connected the GPUs" in text for text in texts) == 1
+    nccl().fake_nccl_reset()  # who waits there still
+    until = time.monotonic() + 10
+    while driver().fake_left() and time.monotonic() < until:
+        time.sleep(0.01)
