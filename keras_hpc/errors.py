@@ -25,3 +25,9 @@ class LaunchError(RuntimeError):
 
 class ReplicaMismatchError(RuntimeError):
     """Ranks hold different values where they must hold the same."""
+
+
+# As users find them, so that a traceback gives the name to catch.
+for _name in ("CommunicationError", "CommunicationTimeoutError", "PlanMismatchError"):
+    globals()[_name].__name__ = globals()[_name].__qualname__ = _name
+    globals()[_name].__module__ = "keras_hpc"

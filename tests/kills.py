@@ -102,6 +102,8 @@ def killer(moments, source):
             pattern, seconds = moment if isinstance(moment, tuple) else ("", moment)
             while pattern and not story.when(pattern) and story.status is None:
                 time.sleep(0.01)
+            if story.status is not None:
+                return
             due = seconds + (story.when(pattern)[-1] if pattern else 0.0)
             while (time.monotonic() - story.began < due or not ranks_of(token)) and story.status is None:
                 time.sleep(0.01)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from launch import ROOT, child_environment
 
+from keras_hpc.tools.elastic import _lost_a_rank
 from keras_hpc.tools.places import Hosts, Placement
 
 pytestmark = pytest.mark.mpi
@@ -99,6 +100,26 @@ def test_only_elastic_jobs_lose_ranks(tmp_path):
     )  # fmt: skip
     assert done.returncode == 1
     assert "`--rejoin` is for jobs that lose ranks. Expected --elastic" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("status", "reasons", "lost"),
+    [
+        (9, [], True),
+        (137, [], True),
+        (1, [], False),
+        (1, ["uncaught CommunicationError: rank 2 (node1, process 7) was killed"], True),
+        (9, ["uncaught CommunicationError: MPI_Test: Other MPI error, error stack: process_vm_readv failed"], True),
+        (9, ["uncaught Exception: MPI_ERR_PROC_FAILED: Process Failure"], True),
+        (1, ["uncaught Exception: MPI_ERR_TRUNCATE: message truncated"], False),
+        (9, ["uncaught CommunicationError: rank 1 met an error, which it tells of itself."], True),
+        (1, ["uncaught CommunicationError: the plan is not started"], False),
+        (9, ["uncaught ValueError: a bad argument"], False),
+        (1, ["rank 1 does not answer", "uncaught ValueError: a bad argument"], False),
+    ],
+)
+def test_a_lost_rank_is_told_from_an_error_of_the_script(status, reasons, lost):
+    assert _lost_a_rank(status, reasons) is lost
 
 
 def test_hosts_that_do_not_answer_are_left_out():

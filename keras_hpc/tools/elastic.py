@@ -23,7 +23,13 @@ from keras_hpc.job import supervised
 from keras_hpc.tools.places import Machine, Placement
 
 _LOST = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTERM}
-_COMMUNICATION = re.compile(r"uncaught Communication(Timeout)?Error: |rank \d+ (has ended|was killed|does not answer)")
+# What the others end with. They say that a rank is gone, or their MPI (MPICH, Open MPI) finds its memory gone, or they
+# only heard of it from another rank.
+_GONE = re.compile(
+    r"\brank \d+ (\([^)]*\) )?(has ended|was killed|does not answer)"
+    r"|\bOther MPI error\b|\bMPIX?_ERR_(OTHER|INTERN|UNKNOWN|PROC_FAILED|PROC_ABORTED|REVOKED)\b"
+)
+_HEARD = re.compile(r"^uncaught Communication(Timeout)?Error: ")
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _LOOK_SECONDS = 0.5
 _PROBE_SECONDS = 5.0  # from one look for places that are back to the next
@@ -126,6 +132,6 @@ def _lost_a_rank(status: int, reasons: list[str]) -> bool:
         status: exit status of its launcher, which tells the signal that has killed a rank in one way or another.
         reasons: of the ranks that ended the job themselves: those that waited for a lost one could not communicate.
     """
-    if any(not _COMMUNICATION.search(reason) for reason in reasons):
+    if not all(_GONE.search(reason) or _HEARD.search(reason) for reason in reasons):
         return False
-    return bool(reasons) or {abs(status), status - 128} & _LOST != set()
+    return any(map(_GONE.search, reasons)) or {abs(status), status - 128} & _LOST != set()
