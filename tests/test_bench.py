@@ -150,6 +150,7 @@ def test_wrong_use_is_explained(words, ranks, said, run_ranks):
     assert said in output
 
 
+@pytest.mark.soak
 def test_checkpoint_reports_what_blocks(run_ranks, tmp_path):
     report = tmp_path / "report.json"
     args = ["-m", "benchmarks", "checkpoint", "--backend", "torch", "--bytes", "4Mi", "--saves", "1", "--json", report]

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import subprocess
 import sys
 
 import nbclient
@@ -99,12 +98,9 @@ print(json.dumps(sizes))
 """
 
 
-def test_networks_are_the_published_ones():
-    env = child_environment("torch")
-    done = subprocess.run(
-        [sys.executable, "-c", PARAMETERS], capture_output=True, text=True, env=env, cwd=ROOT, timeout=120, check=True
-    )
-    assert json.loads(done.stdout.splitlines()[-1]) == {
+def test_networks_are_the_published_ones(run_ranks):
+    done = run_ranks(1, ["-c", PARAMETERS], backend="torch", env={"TESTS_EXAMPLES": "1"}, mpi=False)
+    assert json.loads(done.output.splitlines()[-1]) == {
         "lenet": 1_199_882,
         "mlp": 50_384_906,
         "hep_cnn": 594_178,  # Kurth et al.

@@ -22,6 +22,7 @@ def memory():
     shutil.rmtree(folder)
 
 
+@pytest.mark.soak
 def test_two_kills_of_three_ranks(memory, run_ranks):
     """One while it trains, and one while the others start again."""
     source = random.Random()

@@ -30,27 +30,18 @@ print("FAULTS", json.dumps(np.diff(steps).tolist()))
 """
 
 
-def faults(backend, **arguments):
+def faults(run_ranks, backend, **arguments):
     """Page faults of each step but the first."""
-    command = [sys.executable, "-c", TRAIN]
-    done = subprocess.run(
-        command,
-        env=child_environment(backend, {"ARGUMENTS": json.dumps(arguments)}, lean=True),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return sorted(json.loads(done.stdout.partition("FAULTS ")[2]))
+    done = run_ranks(1, ["-c", TRAIN], backend=backend, env={"ARGUMENTS": json.dumps(arguments)}, mpi=False)
+    return sorted(json.loads(done.output.partition("FAULTS ")[2]))
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.soak)])
-def test_steps_need_no_new_pages(backend):
-    wanted = faults(backend)
+def test_steps_need_no_new_pages(backend, run_ranks):
+    wanted = faults(run_ranks, backend)
     assert wanted[len(wanted) // 2] < 100
     # What it is without: the gradient of the first layer alone has 16,384 pages.
-    as_it_comes = faults(backend, keep_memory=False)
+    as_it_comes = faults(run_ranks, backend, keep_memory=False)
     assert as_it_comes[len(as_it_comes) // 2] > 8_000
 
 

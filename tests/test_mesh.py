@@ -4,6 +4,7 @@ import json
 import re
 import sys
 
+import forks
 import numpy as np
 import pytest
 from launch import ROOT, child_environment, launch
@@ -54,8 +55,8 @@ def test_two_ranks_learn_what_one_learns(network, tmp_path):
     for ranks in (1, 2):
         out = tmp_path / str(ranks)
         words = [*SMALL, "--network", network, "--parts", str(ranks), "--data", tmp_path / "data", "--out", out]
-        command = [sys.executable, "-m", "examples.mesh.train", *map(str, words)]
-        done = launch(ranks, command, timeout=240, env=child_environment("torch"), mpi=ranks > 1, cwd=ROOT)
+        command = [*forks.python("torch"), "-m", "examples.mesh.train", *map(str, words)]
+        done = launch(ranks, command, timeout=240, env=child_environment("torch", lean=True), mpi=ranks > 1, cwd=ROOT)
         assert done.returncode == 0, done.output
         found.append((json.loads((out / "summary.json").read_text()), np.load(out / "answers.npz")["answers"]))
     (one, answers), (two, same) = found

@@ -10,8 +10,9 @@ from launch import MPIEXEC, ROOT, child_environment, launch
 from benchmarks.gpu import EXPECTED, order, report
 
 
+@pytest.mark.soak
 @pytest.mark.mpi
-@pytest.mark.parametrize("backends", ["jax", pytest.param("torch jax", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("backends", ["jax", "torch jax"])
 def test_every_probe_runs(backends, tmp_path):
     library = fake_cuda.build(tmp_path)
     env = child_environment("jax", lean=True) | {

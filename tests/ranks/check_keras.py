@@ -226,6 +226,7 @@ def attributes():
     return {key: value for key, value in found.items() if not str(key[-1]).startswith(("_abc", "__warningregistry"))}
 
 
+@enough_on("tensorflow", "torch")
 def test_finalize_restores_keras():
     x, y = data()
     model = dense()

@@ -23,8 +23,10 @@ def sgd():
 @pytest.mark.parametrize(
     ("arguments", "stop"),
     [
-        ({"every": 4, "outer": "nesterov", "cooldown_steps": 5}, 11),
-        pytest.param({"every": 4, "overlap_steps": 3, "outer": "nesterov"}, 11, marks=enough_on("jax", "torch")),
+        pytest.param(
+            {"every": 4, "outer": "nesterov", "cooldown_steps": 5}, 11, marks=enough_on("tensorflow", "torch")
+        ),
+        pytest.param({"every": 4, "overlap_steps": 3, "outer": "nesterov"}, 11, marks=enough_on("jax")),
         pytest.param({"every": "epoch"}, 7, marks=enough_on("torch")),
     ],
     ids=str,

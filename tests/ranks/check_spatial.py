@@ -43,7 +43,10 @@ def gradients(model, before):
     return [b - a for b, a in zip(before, values(model), strict=True)]
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+OTHERS = [network for network in NETWORKS if network not in (unet, volumes)]
+
+
+@pytest.mark.parametrize("network", [unet, volumes, *enough(OTHERS, "torch")])
 def test_a_step_has_the_gradients_of_one_rank(network, grid):
     if network is volumes and len(grid) > 2:
         pytest.skip("two axes are enough")
@@ -148,7 +151,7 @@ def test_losses_metrics_and_weights(network, loss, grid):
     assert_like_one_rank(train, of_weights=1e-5, of_results=1e-5)
 
 
-@pytest.mark.parametrize("how", ["mixed_bfloat16", "accumulation", "lora"])
+@pytest.mark.parametrize("how", ["accumulation", *enough(["mixed_bfloat16", "lora"], "torch")])
 def test_ways_of_training(how, grid):
     def train():
         keras.utils.set_random_seed(3)
@@ -209,7 +212,7 @@ def masked_average():
     return masked(pooled=True)
 
 
-@pytest.mark.parametrize("network", [ties, padded, masked, masked_average, bordered])
+@pytest.mark.parametrize("network", [ties, masked, *enough([padded, masked_average, bordered], "torch")])
 def test_what_random_models_have_found(network, grid):
     def train():
         optimizer = keras.optimizers.SGD(0.05, gradient_accumulation_steps=2)
@@ -249,6 +252,7 @@ def test_parts_too_small_for_pytorch(grid):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
+@enough_on("torch")
 def test_a_reader_gives_this_ranks_part_only(grid):
     def train(part):
         model = compiled(unet, optimizer=keras.optimizers.SGD(0.1))
@@ -302,6 +306,7 @@ def test_random_layers_draw_by_part_and_group(rows, grid):
             assert not np.array_equal(first, other), "each part has numbers of its own"
 
 
+@enough_on("torch", "tensorflow")
 def test_different_samples_in_a_group_are_refused(grid):
     model = compiled(strided)
     x, y = samples(model, 4)
