@@ -16,8 +16,8 @@ import keras_hpc
 from keras_hpc.keras_hooks.checkpoint import storage
 
 __all__ = ["folder"]
-RANKS = {"jax": (3,)}
-SOAK = {"torch": (3,)}
+RANKS = {"torch": (3,)}
+SOAK = {"jax": (3,)}
 ENV = {"MPIR_CVAR_NUM_CLIQUES": "2"}
 
 
