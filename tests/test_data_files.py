@@ -3,6 +3,7 @@
 import io
 import multiprocessing
 import os
+import sys
 import tarfile
 import threading
 import time
@@ -14,10 +15,16 @@ import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_hpc.data import Dataset, files, open_file
-from keras_hpc.data.cache import Cache
-from keras_hpc.data.order import Order
-from keras_hpc.data.staging import _bytes
+# Every worker imports this file: Keras without a framework, and without what it imports wherever it can.
+with pytest.MonkeyPatch.context() as meanwhile:
+    meanwhile.setenv("KERAS_BACKEND", "numpy")
+    for name in ("sklearn", "matplotlib", "torch", "tensorflow"):
+        if name not in sys.modules:
+            meanwhile.setitem(sys.modules, name, None)
+    from keras_hpc.data import Dataset, files, open_file
+    from keras_hpc.data.cache import Cache
+    from keras_hpc.data.order import Order
+    from keras_hpc.data.staging import _bytes
 
 ROWS = 53
 X = np.random.default_rng(0).normal(size=(ROWS, 3, 2)).astype("float32")
