@@ -122,9 +122,9 @@ def _jax_step(step: StepFunction, described: Callable[[Any], running.Step], rows
             return logs, state
         trainable, non_trainable, optimizer, _ = new_state
         model = described(count).model
-        shared = set(map(id, normalization.shared_statistics(model)))
+        own = set(map(id, _own_state(model)))
         variables = zip(model.non_trainable_variables, non_trainable, state[1], strict=True)
-        kept = [new if id(variable) in shared else old for variable, new, old in variables]
+        kept = [old if id(variable) in own else new for variable, new, old in variables]
         return logs, (trainable, kept, optimizer, state[3])
 
     return counted
@@ -180,8 +180,14 @@ def _guarded_step(step: StepFunction, described: Callable[[Any], running.Step], 
 
 def _own_state(model: Any) -> list[Any]:
     """Return the variables that a step changes by this rank's samples alone, and not through gradients."""
-    shared = set(map(id, normalization.shared_statistics(model)))
-    return [*(v for v in model.non_trainable_variables if id(v) not in shared), *model.metrics_variables]
+    alike = list(normalization.shared_statistics(model))
+    for layer in model._flatten_layers():
+        # Whoever changes frozen weights in a step, as those of a teacher, computes them from other weights.
+        alike += layer._trainable_variables
+        if isinstance(layer, keras.layers.SpectralNormalization):
+            alike += layer._non_trainable_variables  # the vector follows the kernel
+    others = set(map(id, alike))
+    return [*(v for v in model.non_trainable_variables if id(v) not in others), *model.metrics_variables]
 
 
 def zeros(data: Any, rows: int) -> Any:

@@ -138,6 +138,50 @@ def test_ranks_without_samples(accumulate, running):
     assert_like_one_rank(make, train)
 
 
+class Taught(keras.Model):
+    """Has a teacher, whose weights follow its own in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        self.teacher = keras.models.clone_model(self.student)
+        self.teacher.trainable = False
+
+    def call(self, x):
+        return self.student(x)
+
+    def train_step(self, *args, **kwargs):
+        logs = super().train_step(*args, **kwargs)
+        for teachers, mine in zip(self.teacher.weights, self.student.weights, strict=True):
+            teachers.assign(0.7 * teachers + 0.3 * mine)
+        return logs
+
+
+def spectral():
+    return keras.Sequential(
+        [keras.Input((6,)), keras.layers.SpectralNormalization(keras.layers.Dense(8)), keras.layers.Dense(3)]
+    )
+
+
+@sharded()
+@pytest.mark.parametrize("network", [spectral, Taught])
+def test_state_that_no_sample_decides_goes_on_without_samples(network, running):
+    if network is Taught and keras.backend.backend() == "jax":
+        pytest.skip("its trainer hands states on")
+    x, y = data(samples=49)  # a tail of one
+
+    def make():
+        keras.utils.set_random_seed(4)
+        model = network()
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    def train(model, whole):
+        return model.fit(x, y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0).history
+
+    assert_like_one_rank(make, train)
+
+
 @sharded()
 @enough_on("torch")
 def test_losses_of_several_outputs(running):
