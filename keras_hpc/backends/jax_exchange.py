@@ -123,6 +123,11 @@ def with_borders(
         for begin, end in blocks:
             block = jax.lax.slice_in_dim(of_sent, at, at + end - begin, axis=axis)
             of_x, at = _added(of_x, block, begin, axis), at + end - begin
+        if not blocks:  # nothing came, and a call that gives nothing would be left out, on this rank alone
+            if wanted["kernel"] is None:
+                of_x = _behind(of_x, token)
+            else:
+                of_kernel = _behind(of_kernel, token)
         return of_x, of_kernel + more, token
 
     result.defvjp(forward, backward, symbolic_zeros=True)
@@ -138,4 +143,9 @@ def _added(y: Any, rows: Any, begin: int, axis: int) -> Any:
 
 def after(y: jax.Array, order: Any) -> jax.Array:
     """Return an array that cannot be had before all exchanges so far: so what is backward comes after them, too."""
-    return y if order.token is None else jnp.where(order.token < 1, y, jnp.zeros((), y.dtype))
+    return y if order.token is None else _behind(y, order.token)
+
+
+def _behind(y: Any, token: Any) -> Any:
+    """Return an array that needs the exchange which gave a token: XLA cannot know that tokens are zeros."""
+    return jnp.where(token < 1, y, jnp.zeros((), y.dtype))
