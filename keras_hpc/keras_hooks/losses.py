@@ -63,7 +63,10 @@ def install(job: Any, patcher: Any) -> None:
             divisor = _divisor(loss.dtype, sample_weight, mask, reduction)
             if divisor is None:
                 return loss if share is None else loss * share
-            return loss * keras.ops.cast(_share(step, divisor), loss.dtype)
+            # One weight for all positions of a sample counts once, whatever number of parts has it; a mask is cut.
+            weighted = reduction == "mean_with_sample_weight" and sample_weight is not None and mask is None
+            repeats = part_losses.repeats_of_weights(reduction) if weighted else 1
+            return loss * keras.ops.cast(_share(step, divisor), loss.dtype) * repeats
 
         return reduce_weighted_values
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,11 +33,13 @@ class _Part:
         share: this rank's positions, divided by what the group's ranks have on average.
         copies: how many ranks of the group have the same part.
         extents: rows of each spatial axis that this rank has.
+        repeats: of each array of sample weights, how many parts have the same, as they are not cut.
     """
 
     share: float
     copies: int
     extents: tuple[int, ...]
+    repeats: frozenset[int] = frozenset()
 
     def check(self, values: Any, what: str) -> None:
         """Raise unless there is a value for each position: what mixes positions cannot be added up from parts."""
@@ -87,6 +90,8 @@ def _on_parts(kind: str, original: Method) -> Method:
             _check_metrics(self)
         runner = parts.runner_of(self)
         y = keras.tree.map_structure(functools.partial(_cut, runner, "targets"), y)
+        repeats = {_repeats(runner, leaf) for leaf in keras.tree.flatten(sample_weight) if leaf is not None}
+        part = dataclasses.replace(part, repeats=frozenset(repeats))
         sample_weight = keras.tree.map_structure(functools.partial(_cut, runner, "sample weights"), sample_weight)
         with _computing(kind, part):
             return original(self, x, y, y_pred, sample_weight, *args, **kwargs)
@@ -120,9 +125,30 @@ def _cut(runner: Any, what: str, leaf: Any) -> Any:
     """Return this rank's part of targets or weights, if they have the outputs' positions."""
     if leaf is None:
         return None
+    return runner.cut(leaf, parts.outputs_of(runner.plan)[0][0].shape, _cut_axes(runner, leaf), what)
+
+
+def _cut_axes(runner: Any, leaf: Any) -> frozenset[int]:
+    """Return along which axes targets or weights are cut, or are a part already: not where one is for all positions."""
     output, split = parts.outputs_of(runner.plan)[0]
-    axes = frozenset(axis for axis in split if axis < len(leaf.shape) and leaf.shape[axis] != 1)
-    return runner.cut(leaf, output.shape, axes, what)
+    return frozenset(a for a in split if a < len(leaf.shape) and (leaf.shape[a] != 1 or output.shape[a] == 1))
+
+
+def _repeats(runner: Any, leaf: Any) -> int:
+    """Return how many parts of the outputs have the same weights."""
+    _, split = parts.outputs_of(runner.plan)[0]
+    return math.prod(runner.plan.grid.parts[axis - 1] for axis in split - _cut_axes(runner, leaf))
+
+
+def repeats_of_weights(reduction: Any) -> int:
+    """Return how many parts of the outputs of which a loss is computed have the same weights of samples."""
+    found = _of.loss.repeats if _of.loss is not None else frozenset()
+    if len(found) > 1:
+        raise ValueError(
+            f"A loss of outputs in parts with reduction={reduction!r} has weights of one kind for all. Expected "
+            "weights for each position, or for each sample. Received: both"
+        )
+    return next(iter(found), 1)
 
 
 def copies_of_loss(team: Any) -> int:
