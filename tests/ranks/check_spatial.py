@@ -7,7 +7,23 @@ import numpy as np
 import pytest
 from keras import layers
 from keras_cases import assert_identical, enough, enough_on, on_one_rank, values
-from spatial_cases import NETWORKS, bordered, compiled, grid, norm, ranks, residual, samples, strided, unet, volumes
+from spatial_cases import (
+    NETWORKS,
+    bordered,
+    compiled,
+    even,
+    grid,
+    masked,
+    masked_average,
+    norm,
+    ranks,
+    residual,
+    samples,
+    strided,
+    ties,
+    unet,
+    volumes,
+)
 
 import keras_hpc
 
@@ -185,14 +201,6 @@ def test_ways_of_training(how, grid):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(largest, 1))
 
 
-def ties():
-    """The same maximum at all positions of a channel, and as many rows in a part of the output as in the input."""
-    inputs = keras.Input((11, 8, 3))
-    x = layers.ZeroPadding2D(((1, 1), (1, 1)))(layers.UpSampling2D(2)(layers.Conv2D(4, 3, padding="same")(inputs)))
-    gate = layers.GlobalMaxPooling2D(keepdims=True)(x * 0.0 + layers.GlobalMaxPooling2D(keepdims=True)(x))
-    return keras.Model(inputs, layers.Dense(3)(x * layers.Dense(4)(gate)))
-
-
 def padded():
     """Columns that are only padded, of which a rank has a part, in the copy that exchanges rows."""
     inputs = keras.Input((9, 16, 2))
@@ -200,25 +208,16 @@ def padded():
     return keras.Model(inputs, layers.Conv2D(2, (3, 1), padding="same")(x))
 
 
-def masked(pooled=False):
-    """Masks of the inputs, of which some parts of some samples have nothing."""
-    inputs = keras.Input((21, 3))
-    x = layers.Add()([layers.Masking()(inputs), layers.Conv1D(3, 3, padding="same")(inputs)])
-    x = norm()(x)
-    return keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(x) if pooled else x))
-
-
-def masked_average():
-    return masked(pooled=True)
-
-
-@pytest.mark.parametrize("network", [ties, masked, *enough([padded, masked_average, bordered], "torch")])
+@pytest.mark.parametrize("network", [ties, masked, even, *enough([padded, masked_average, bordered], "torch")])
 def test_what_random_models_have_found(network, grid):
     def train():
-        optimizer = keras.optimizers.SGD(0.05, gradient_accumulation_steps=2)
+        # A mean over weights of samples is 84 times as large as one over positions.
+        optimizer = keras.optimizers.SGD(0.0005 if network is even else 0.05, gradient_accumulation_steps=2)
         keras.utils.set_random_seed(3)
         model = network()
-        model.compile(optimizer, "mse", weighted_metrics=["mse"])
+        weights = np.linspace(1, 2, 6).reshape(6, 1, 1) if network is even else None  # for all positions
+        loss = "mse" if weights is None else keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        model.compile(optimizer, loss, weighted_metrics=["mse"])
         if keras_hpc.is_initialized() and keras_hpc.size() > 1:
             keras_hpc.partition(model, min_rows=1)
         random = np.random.default_rng(0)
@@ -226,7 +225,7 @@ def test_what_random_models_have_found(network, grid):
         for sample in range(6):
             x[sample, 3 + 3 * sample :] = 0
         y = random.normal(size=(6, *model.output_shape[1:])).astype("float32")
-        history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+        history = model.fit(x, y, batch_size=4, sample_weight=weights, epochs=2, shuffle=False, verbose=0).history
         return {"history": history, "outputs": model.predict(x, verbose=0)}, model
 
     assert_like_one_rank(train, of_weights=1e-5, of_results=1e-5)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random functional models of the layers that can be computed in parts, each made from a seed alone."""
-
-import random
+"""Random functional models of layers that can be computed in parts, each made from a seed alone."""
 
 import keras
 from keras import layers
+from random_layers import LayerMaker
 
 MOST = 6000  # values of a tensor
+MOST_ROWS = {1: 40, 2: 17, 3: 8}
 
 
-class Maker:
+class Maker(LayerMaker):
     """Grows a model.
 
     Args:
@@ -18,123 +18,8 @@ class Maker:
     """
 
     def __init__(self, seed, several_groups):
-        self.random = random.Random(seed)
-        self.several_groups = several_groups
-        self.dims = self.random.choice((1, 2, 2, 2, 3))
-        self.masked = self.dims == 1 and self.random.random() < 0.25
+        super().__init__(seed, several_groups)
         self.tensors = []  # that a layer may read
-
-    # ---- choices
-
-    def chance(self, probability):
-        return self.random.random() < probability
-
-    def pick(self, *values):
-        return self.random.choice(values)
-
-    def each(self, *values):
-        """A number for each spatial axis, or one for all."""
-        return tuple(self.pick(*values) for _ in range(self.dims)) if self.chance(0.6) else self.pick(*values)
-
-    def layer(self, name):
-        return getattr(layers, f"{name}{self.dims}D")
-
-    def activation(self):
-        return self.pick(None, None, "relu", "tanh", "gelu", "softplus", "elu")
-
-    # ---- layers that read windows
-
-    def convolution(self, x):
-        dilation = self.each(1, 2, 3) if self.chance(0.3) else 1
-        strides = self.each(1, 2, 3) if dilation == 1 and self.chance(0.5) else 1
-        padding = self.pick("same", "same", "valid", *(["causal"] if self.dims == 1 else []))
-        channels = x.shape[-1]
-        groups = self.pick(*(n for n in (1, 1, 1, 2, 3) if channels % n == 0))
-        return self.layer("Conv")(
-            groups * self.pick(1, 2, 3), self.each(1, 2, 3, 4, 5), strides=strides, padding=padding,
-            dilation_rate=dilation, groups=groups, activation=self.activation(), use_bias=self.chance(0.7),
-        )  # fmt: skip
-
-    def depthwise(self, x):
-        if self.dims == 3:
-            return self.convolution(x)
-        kernel, strides, padding = self.each(1, 2, 3, 4), self.pick(1, 1, 2, 3), self.pick("same", "valid")
-        if self.chance(0.5):
-            return self.layer("SeparableConv")(self.pick(1, 2, 4), kernel, strides=strides, padding=padding)
-        return self.layer("DepthwiseConv")(kernel, strides=strides, padding=padding, depth_multiplier=self.pick(1, 2))
-
-    def transposed(self, x):
-        kernel, strides = self.each(1, 2, 3, 4, 5), self.each(1, 2, 3)
-        extra = None
-        if self.chance(0.2) and strides != 1 and isinstance(strides, int):
-            extra = self.random.randrange(strides)
-        dilation = self.pick(1, 1, 2) if strides == 1 and extra is None else 1
-        return getattr(layers, f"Conv{self.dims}DTranspose")(
-            self.pick(1, 2, 3), kernel, strides=strides, padding=self.pick("same", "valid"), output_padding=extra,
-            dilation_rate=dilation, activation=self.activation(),
-        )  # fmt: skip
-
-    def pooling(self, x):
-        kind = self.layer(self.pick("MaxPooling", "AveragePooling"))
-        return kind(
-            self.each(1, 2, 3, 4), strides=self.pick(None, self.each(1, 2, 3)), padding=self.pick("same", "valid")
-        )
-
-    def upsampling(self, x):
-        if self.dims == 2:
-            return layers.UpSampling2D(self.each(1, 2, 3), interpolation=self.pick("nearest", "bilinear"))
-        return self.layer("UpSampling")(self.pick(1, 2, 3) if self.dims == 1 else tuple(self.pick(1, 2) for _ in "abc"))
-
-    def sides(self, most):
-        pairs = tuple((self.random.randint(0, most), self.random.randint(0, most)) for _ in range(self.dims))
-        return pairs[0] if self.dims == 1 else pairs
-
-    def padding(self, x):
-        return self.layer("ZeroPadding")(self.sides(4))
-
-    def cropping(self, x):
-        return self.layer("Cropping")(self.sides(3))
-
-    # ---- layers that do not
-
-    def normalization(self, x):
-        channels, rank = x.shape[-1], len(x.shape)
-        kinds = [
-            lambda: layers.BatchNormalization(
-                momentum=0.9, synchronized=self.several_groups or self.chance(0.5), scale=self.chance(0.8)
-            ),
-            lambda: layers.LayerNormalization(), lambda: layers.UnitNormalization(axis=-1),
-        ]  # fmt: skip
-        if not self.masked and rank > 2:
-            kinds += [
-                lambda: layers.GroupNormalization(self.pick(*(n for n in (1, 2, 3, -1) if channels % n == 0))),
-                lambda: layers.LayerNormalization(axis=self.pick([*range(1, rank)], [*range(1, rank - 1)])),
-            ]
-            if hasattr(layers, "RMSNormalization"):
-                kinds += [lambda: layers.RMSNormalization()]
-        return self.pick(kinds[0], *kinds)()
-
-    def pointwise(self, x):
-        return self.pick(
-            lambda: layers.ReLU(), lambda: layers.LeakyReLU(), lambda: layers.ELU(),
-            lambda: layers.ReLU(6) if self.masked else layers.Softmax(), lambda: layers.Activation("tanh"),
-            lambda: layers.Dense(self.pick(2, 3), activation=self.activation()), 
-            # Rescaling asks for TensorFlow, which is not there in the jobs of other backends.
-            lambda: layers.Rescaling(0.5, 0.1) if keras.backend.backend() == "tensorflow" else layers.ReLU(),
-            lambda: layers.PReLU(shared_axes=list(range(1, self.dims + 1))), lambda: layers.Dropout(0.0),
-            lambda: layers.Identity(), lambda: layers.GaussianNoise(0.0),
-        )()  # fmt: skip
-
-    def any_layer(self, x):
-        if self.masked:  # which convolutions drop
-            return self.pick(self.normalization, self.pointwise)(x)
-        return self.pick(
-            self.convolution, self.convolution, self.convolution, self.depthwise, self.transposed, self.pooling,
-            self.pooling, self.upsampling, self.padding, self.cropping, self.normalization, self.normalization,
-            self.pointwise, self.pointwise,
-        )(x)  # fmt: skip
-
-    # ---- parts of the graph
 
     def applied(self, x, make=None):
         """A layer of `x` whose output has no axis without rows, and is not too large."""
@@ -149,10 +34,16 @@ class Maker:
                 pass
         return x
 
+    def same(self, channels):
+        """A convolution that keeps the extents."""
+        return self.layer("Conv")(channels, self.each(1, 2, 3, 4), padding="same", activation=self.activation())
+
+    # ---- ways to go on from a tensor
+
     def merged(self, x):
         """Another tensor of the same extents, or one made so, beside `x`."""
         others = [t for t in self.tensors if t.shape[:-1] == x.shape[:-1]]
-        other = self.pick(*others)
+        other = self.pick(*others, x)
         if self.chance(0.4):
             return layers.Concatenate()([x, other])
         if other.shape != x.shape:
@@ -162,42 +53,132 @@ class Maker:
             return {"+": lambda: x + other, "*": lambda: x * other, "-": lambda: other - 0.5 * x}[kind]()
         return getattr(layers, kind)()([x, other])
 
+    def residual(self, x):
+        """Two convolutions beside what they read."""
+        y = self.same(x.shape[-1])(self.applied(self.same(self.pick(2, 3))(x), self.pointwise))
+        return self.pick(lambda: layers.Add()([x, y]), lambda: y + x, lambda: layers.Concatenate()([x, y]))()
+
+    def dense_block(self, x):
+        """Each convolution reads what all those before it have made."""
+        for _ in range(self.pick(2, 3)):
+            x = layers.Concatenate()([x, self.same(self.filters())(x)])
+        return x
+
+    def hourglass(self, x):
+        """Down, on, up again, and beside what was there before."""
+        strides = [self.pick(1, 2, 3) for _ in range(self.dims)]
+        down = self.pick(
+            self.layer("Conv")(self.pick(2, 3), self.each(1, 2, 3), strides=strides, padding="same"),
+            self.layer("MaxPooling")(strides, padding="same"),
+        )(x)
+        transposed = getattr(layers, f"Conv{self.dims}DTranspose")
+        up = self.pick(
+            transposed(self.pick(1, 2), self.each(1, 2, 3, 4), strides=strides, padding="same"),
+            self.layer("UpSampling")(strides[0] if self.dims == 1 else strides),
+        )
+        y = up(self.applied(down, self.pick(self.pointwise, self.normalization)))
+        cut = [(0, extent - rows) for extent, rows in zip(y.shape[1:-1], x.shape[1:-1], strict=True)]
+        if any(after < 0 for _, after in cut):
+            return x
+        y = self.layer("Cropping")(cut[0] if self.dims == 1 else cut)(y)
+        return layers.Concatenate()([x, y])
+
+    def bottleneck(self, x):
+        """All of it as a few numbers, and images of these."""
+        extents = [self.random.randint(1, MOST_ROWS[self.dims]) for _ in range(self.dims)]
+        x = layers.Dense(4, activation="tanh")(layers.Flatten()(x))
+        shape = (*extents, self.pick(1, 2))
+        return layers.Reshape(shape)(layers.Dense(_size((None, *shape)))(x))
+
     def gated(self, x):
         """Channels of `x` times numbers made of all positions."""
         pool = self.layer(self.pick("GlobalAveragePooling", "GlobalMaxPooling"))
         gate = layers.Dense(x.shape[-1], activation="sigmoid")(pool(keepdims=True)(x))
         return self.pick(lambda: layers.Multiply()([x, gate]), lambda: x * gate, lambda: layers.Add()([gate, x]))()
 
+    def modulated(self, x):
+        """Channels of `x` times, and plus, numbers made of vectors."""
+        vectors = [t for t in self.tensors if len(t.shape) == 2]
+        if not vectors:
+            return self.gated(x)
+        shape = (*[1] * self.dims, x.shape[-1])
+        scale, offset = (layers.Reshape(shape)(layers.Dense(x.shape[-1])(self.pick(*vectors))) for _ in "ab")
+        return x * (1.0 + scale) + offset
+
     def function(self, x):
         ops = keras.ops
         return self.pick(
             lambda: ops.tanh(x), lambda: ops.square(x) * 0.3, lambda: ops.sigmoid(x) - 0.5, lambda: 2.0 * x,
-            lambda: ops.maximum(x, 0.1), lambda: ops.abs(x), lambda: 1.0 - x,
+            lambda: ops.maximum(x, 0.1), lambda: ops.abs(x), lambda: 1.0 - x, lambda: ops.where(x > 0, x, 0.1 * x),
+            lambda: ops.concatenate([x, -x], axis=-1), lambda: ops.clip(x, -1, 1), lambda: ops.leaky_relu(x),
+            lambda: ops.softmax(x, axis=-1), lambda: x * ops.stop_gradient(ops.sigmoid(x)), lambda: x / 2.0,
+            lambda: ops.exp(-ops.square(x)), lambda: ops.cast(x > 0.2, x.dtype) * x, lambda: ops.log1p(ops.abs(x)),
+            lambda: ops.logaddexp(x, 0.5), lambda: ops.silu(x), lambda: x**2,
         )()  # fmt: skip
 
-    def shared(self, x):
-        """A model inside of the model, used once or twice."""
-        inputs = keras.Input(x.shape[1:])
-        y = inputs
+    # ---- models and layers that are used several times
+
+    def inner(self, x):
+        """A model of one tensor like `x`, or None."""
+        shape = x.shape[1:]
+        if self.chance(0.4):
+            y = keras.Input(shape)
+            model = keras.Sequential([y])
+            for _ in range(self.pick(1, 2, 3)):
+                layer = self.any_layer(y)
+                try:
+                    after = layer.compute_output_shape(y.shape)
+                    if all(1 <= n for n in after[1:]) and _size(after) <= MOST:
+                        model.add(layer)
+                except (ValueError, ZeroDivisionError, TypeError):
+                    continue
+                y = model.outputs[0]
+            return model if model.layers else None
+        inputs = y = keras.Input(shape)
         for _ in range(self.pick(1, 2, 3)):
             y = self.applied(y)
         if self.chance(0.3) and y.shape == inputs.shape:
             y = y + inputs
-        if y is inputs:
+        if self.chance(0.3) and (deeper := self.inner(y)) is not None:
+            y = deeper(y)
+        return None if y is inputs else keras.Model(inputs, y)
+
+    def shared(self, x):
+        """A model inside of the model, used once or twice."""
+        inner = self.inner(x)
+        if inner is None:
             return x
-        inner = keras.Model(inputs, y)
         first = inner(x)
         if self.chance(0.5):
             others = [t for t in self.tensors if t.shape == x.shape]
             return layers.Concatenate()([first, inner(self.pick(*others, x))])
         return first
 
+    def pair(self, x):
+        """A model inside of the model with two inputs and two outputs."""
+        other = self.pick(*[t for t in self.tensors if len(t.shape) == len(x.shape)], x)
+        a, b = keras.Input(x.shape[1:]), keras.Input(other.shape[1:])
+        first, second = self.applied(a), self.applied(self.same(2)(b))
+        if first.shape[:-1] == second.shape[:-1]:
+            first = layers.Concatenate()([first, second])
+        if first is a:
+            first = self.same(2)(a)
+        first, second = keras.Model([a, b], [first, second])([x, other])
+        self.tensors.append(second)
+        return first
+
     def shared_layer(self, x):
-        """One convolution of two tensors."""
-        others = [t for t in self.tensors if t.shape[-1] == x.shape[-1]]
-        layer = self.layer("Conv")(x.shape[-1], self.each(1, 3), padding="same")
-        self.tensors.append(layer(self.pick(*others)))
+        """One layer of two tensors, of other extents as may be."""
+        others = [t for t in self.tensors if t.shape[-1] == x.shape[-1] and len(t.shape) == len(x.shape)]
+        layer = self.pick(
+            lambda: self.layer("Conv")(x.shape[-1], self.each(1, 3), padding="same"),
+            lambda: layers.Dense(x.shape[-1]), lambda: layers.LayerNormalization(),
+            lambda: layers.BatchNormalization(synchronized=self.several_groups),
+        )()  # fmt: skip
+        self.tensors.append(layer(self.pick(*others, x)))
         return layer(x)
+
+    # ---- the whole
 
     def end(self, x):
         if self.chance(0.2):
@@ -206,51 +187,67 @@ class Maker:
 
     def made(self):
         """The model."""
-        most = {1: 40, 2: 17, 3: 8}[self.dims]
-        inputs = [keras.Input((*(self.random.randint(4, most) for _ in range(self.dims)), self.pick(1, 2, 3)))]
-        if self.chance(0.15) and not self.masked:
-            inputs.append(keras.Input((*inputs[0].shape[1:-1], 2)))
+        inputs = self.inputs()
         x = inputs[0]
         if self.masked:
-            channels = layers.Conv1D(x.shape[-1], self.pick(3, 4), padding="same")(x)
+            channels = self.layer("Conv")(x.shape[-1], self.pick(3, 4), padding="same")(x)
             x = layers.Add()([layers.Masking()(x), channels])
         self.tensors = [x, *inputs[1:]]
         for _ in range(self.random.randint(2, 8)):
             if self.chance(0.15):  # a branch
-                x = self.pick(*self.tensors)
+                x = self.pick(*(t for t in self.tensors if len(t.shape) > 2))
             step = self.pick(
-                *[self.applied] * 6, self.merged, self.function, self.gated, self.shared, self.shared_layer
-            )
-            if self.masked and step in (self.gated, self.shared, self.shared_layer):
-                step = self.applied
+                *[self.applied] * 9, self.merged, self.merged, self.function, self.function, self.gated, self.modulated,
+                self.residual, self.dense_block, self.hourglass, self.shared, self.shared, self.pair,
+                self.shared_layer, *[self.bottleneck] * self.chance(0.3),
+            )  # fmt: skip
+            if self.masked and self.chance(0.7):
+                step = self.pick(self.applied, self.merged, self.function)
             y = step(x)
             if _size(y.shape) <= MOST:
                 x = y
                 self.tensors.append(x)
-        if len(inputs) > 1:
-            x = self.joined(x, inputs[1])
-        way = self.pick("split", "split", "pool", "flat", "two")
-        if way == "split" or (self.masked and way != "pool"):
-            outputs = self.end(layers.Dense(2)(x) if self.masked else self.layer("Conv")(self.pick(1, 2, 3), 1)(x))
-        elif way == "two":
-            outputs = [self.layer("Conv")(2, 1)(x), self.end(self.layer("Conv")(3, 1, name="second")(x))]
-        elif way == "pool":
-            kind = "GlobalAveragePooling" if self.masked else self.pick("GlobalAveragePooling", "GlobalMaxPooling")
-            outputs = self.end(layers.Dense(3)(self.layer(kind)()(x)))
-        else:
-            x = self.layer("Conv")(2, 1)(x)
-            if self.chance(0.4):
-                order = list(range(1, self.dims + 2))
-                self.random.shuffle(order)
-                x = layers.Permute(order)(x)
-            outputs = self.end(layers.Dense(3)(layers.Flatten()(x)))
+        for other in inputs[1:]:
+            x = self.joined(x, other)
+        outputs = self.outputs(x)
         return keras.Model(inputs if len(inputs) > 1 else inputs[0], outputs)
 
+    def inputs(self):
+        most = MOST_ROWS[self.dims]
+        least = self.pick(1, 4, 4, 4)
+        extents = [tuple(self.random.randint(least, most) for _ in range(self.dims)) for _ in "ab"]
+        inputs = [keras.Input((*extents[0], self.pick(1, 2, 3)))]
+        if self.chance(0.2) and not self.masked:
+            inputs.append(keras.Input((*self.pick(*extents), 2)))
+        if self.chance(0.15):
+            inputs.append(keras.Input((3,)))
+        return inputs
+
+    def outputs(self, x):
+        way = self.pick("split", "split", "pool", "flat", "several")
+        if way == "split" or (self.masked and way == "flat"):
+            return self.end(layers.Dense(2)(x) if self.masked else self.layer("Conv")(self.filters(), 1)(x))
+        if way == "several":
+            made = [layers.Dense(2) if self.masked else self.layer("Conv")(n, 1, name=f"out{n}") for n in (2, 3, 4)]
+            return [made[0](x), self.end(made[1](x)), *[made[2](self.function(x))] * self.chance(0.3)]
+        if way == "pool":
+            kind = "GlobalAveragePooling" if self.masked else self.pick("GlobalAveragePooling", "GlobalMaxPooling")
+            return self.end(layers.Dense(3)(self.layer(kind)()(x)))
+        x = self.layer("Conv")(2, 1)(x)
+        if self.chance(0.4):
+            order = list(range(1, self.dims + 2))
+            self.random.shuffle(order)
+            x = layers.Permute(order)(x)
+        return self.end(layers.Dense(3)(layers.Flatten()(x)))
+
     def joined(self, x, other):
-        """Something of `x` and the second input, so that the model has a way from both."""
+        """Something of `x` and another input, so that the model has a way from both."""
         if x.shape[:-1] == other.shape[:-1]:
             return layers.Concatenate()([x, other])
-        pooled = self.layer("GlobalAveragePooling")(keepdims=True)(self.applied(other))
+        if len(other.shape) == 2:
+            pooled = layers.Reshape((*[1] * self.dims, 3))(other)
+        else:
+            pooled = self.layer("GlobalAveragePooling")(keepdims=True)(self.applied(other))
         return x + layers.Dense(x.shape[-1])(pooled)
 
 

@@ -145,3 +145,33 @@ def bordered():
     steps = [step.kind for _, step in plan_of(model, Grid((ranks(),)), 1).nodes()]
     assert steps == ["window" if keras.backend.backend() == "torch" else "borders"] * 4
     return model
+
+
+def even():
+    """Even kernels alone, so the first rank sends nothing, and a model of two images inside of the model."""
+    one, two = keras.Input((12, 7, 2)), keras.Input((12, 7, 2))
+    inner = keras.Model([one, two], [layers.Conv2D(3, 2, padding="same")(one), layers.Conv2D(3, 1)(two)])
+    inputs = keras.Input((12, 7, 2))
+    x = layers.Add()(inner([layers.Conv2D(2, (2, 3), padding="same", activation="tanh")(inputs), inputs]))
+    x = layers.Conv2D(3, 2, padding="same", trainable=False)(x)
+    return keras.Model(inputs, layers.Conv2D(2, 2, padding="same")(x))
+
+
+def masked(pooled=False):
+    """Masks of the inputs, of which some parts of some samples have nothing."""
+    inputs = keras.Input((21, 3))
+    x = layers.Add()([layers.Masking()(inputs), layers.Conv1D(3, 3, padding="same")(inputs)])
+    x = norm()(x)
+    return keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(x) if pooled else x))
+
+
+def masked_average():
+    return masked(pooled=True)
+
+
+def ties():
+    """The same maximum at all positions of a channel, and as many rows in a part of the output as in the input."""
+    inputs = keras.Input((11, 8, 3))
+    x = layers.ZeroPadding2D(((1, 1), (1, 1)))(layers.UpSampling2D(2)(layers.Conv2D(4, 3, padding="same")(inputs)))
+    gate = layers.GlobalMaxPooling2D(keepdims=True)(x * 0.0 + layers.GlobalMaxPooling2D(keepdims=True)(x))
+    return keras.Model(inputs, layers.Dense(3)(x * layers.Dense(4)(gate)))
