@@ -18,7 +18,7 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native examples/c benchmarks/gpu -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sanitize soak test-oldest test-mpi gan3d largebatch localsgd mesh contacts cosmoflow cosmogan bench bench-hosts bench-peers simulate timelines docs linkcheck wheels lint format clean
+.PHONY: help demo test sanitize soak test-oldest test-mpi gan3d largebatch localsgd mesh contacts cosmoflow cosmogan atoms bench bench-hosts bench-peers simulate timelines docs linkcheck wheels lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -59,6 +59,9 @@ cosmoflow: $(VENV)/stamp-demo  ## tell the parameters of universes on 1 rank and
 
 cosmogan: $(VENV)/stamp-demo  ## generate maps of weak lensing on 1 rank and on 2, three seeds; table and pictures in examples/cosmogan
 	$(BIN)/python -m examples.cosmogan.study --readme
+
+atoms: $(VENV)/stamp-demo  ## tell crystals by images of their atoms on 1 rank and on 2, three seeds; table and pictures in examples/atoms
+	$(BIN)/python -m examples.atoms.study --readme
 
 test-mpi: $(VENV)/stamp-test  ## train on 2 hosts with every MPI, by mpiexec and srun (root; Slurm; Debian's mpich, openmpi-bin)
 	$(BIN)/python -m pytest --every-mpi -m mpi tests/cluster/test_mpis.py $(PYTEST_ARGS)

@@ -81,6 +81,7 @@ def test_wrong_use_is_explained(words, said, capsys):
 
 PARAMETERS = """
 import json
+import math
 from examples.cnn.networks import NETWORKS
 sizes = {}
 for name, network in NETWORKS.items():
@@ -94,6 +95,9 @@ sizes["cosmoflow"] = cosmoflow.network(128).count_params()
 from examples.cosmogan import train as cosmogan
 for name in ("generator", "discriminator"):
     sizes[f"cosmogan, {name}"] = getattr(cosmogan, name)(256, 64, 4).count_params()
+from examples.atoms import train as atoms
+weights = atoms.resnet50((224, 224, 3), 1001).trainable_variables
+sizes["resnet50, trainable"] = sum(math.prod(weight.shape) for weight in weights)
 print(json.dumps(sizes))
 """
 
@@ -108,6 +112,7 @@ def test_networks_are_the_published_ones(run_ranks):
         "alexnet": 62_378_344,
         "cosmogan, generator": 12_826_369,  # Mustafa et al.
         "cosmogan, discriminator": 4_438_017,
+        "resnet50, trainable": 25_559_081,  # 1,001 classes, in the paper of Cray's plugin
         "cosmoflow": 5_597_604,  # dense 32,768 x 128 and its bias are 4,194,432 of them
     }
 
