@@ -15,7 +15,8 @@ RANKS = {"torch": (2,)}
 SOAK = {"tensorflow": (2, 3), "jax": (2, 3), "torch": (2, 3)}
 TIMEOUT = 900
 BACKEND = keras.backend.backend()
-SEEDS = os.environ.get("FIT_SEEDS", "0:40" if os.environ.get("TESTS_SOAK") else "0:4")
+SOAKS = "0:60" if BACKEND == "torch" else "0:20"
+SEEDS = os.environ.get("FIT_SEEDS", SOAKS if os.environ.get("TESTS_SOAK") else "0:4")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -256,9 +257,7 @@ class Case:
         sets, weighted = draw.choice(kinds), draw.random() < 0.4
         self.say(f"{sets} {'weighted' if weighted else ''}")
         args, options = self.given(self.train, weighted, sets)
-        options |= {"epochs": draw.choice([1, 2, 3]), "verbose": 0}
-        if sets != "tf.data":
-            options["shuffle"] = False
+        options |= {"epochs": draw.choice([1, 2, 3]), "verbose": 0, "shuffle": False}
         if sets == "arrays":
             if draw.random() < 0.2 and self.samples > 6:
                 options["validation_split"] = 0.3
