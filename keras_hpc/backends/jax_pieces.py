@@ -39,8 +39,13 @@ def piece_to_give(variable: Any, stand_in: Any, piece: Any) -> jax.Array:
 
 
 def piece_to_get(variable: Any, piece: Any, kept: bool) -> jax.Array:
-    """Return memory for a piece that another rank has updated; with `kept`, it holds what the variable does."""
-    return _elements(variable, piece) if kept else jnp.zeros(piece.shape, variable.dtype)
+    """Return memory for a piece that another rank has updated; with `kept`, it holds what the variable does.
+
+    Of a whole variable it is the variable's own: XLA puts the new values there, and has neither to make memory nor to
+    copy them.
+    """
+    whole = tuple(variable.shape) == piece.shape
+    return _elements(variable, piece) if kept or whole else jnp.zeros(piece.shape, variable.dtype)
 
 
 def put_pieces(variable: Any, pieces: Sequence[jax.Array]) -> None:

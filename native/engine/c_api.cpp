@@ -186,6 +186,10 @@ int64_t khpc_plan_nbytes(int plan, int tensor) {
       int64_t{-1});
 }
 
+int khpc_plan_only_reads(int plan, int tensor) {
+  return guarded([&] { return find(plan, tensor).plan->only_reads(tensor) ? 1 : 0; }, -1);
+}
+
 int khpc_allgather_counts(int team, int64_t mine, int64_t* counts) {
   return guarded(
       [&]() -> int {

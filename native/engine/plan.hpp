@@ -81,6 +81,7 @@ class Plan {
   bool is_complete(int tensor) const;                       // its result is where it was started
   int first_incomplete(int from) const;                     // the number of tensors: none
   void release(int tensor);                                 // it is the caller's again
+  bool only_reads(int tensor) const;                        // this rank gives it to others of its node
 
   // Does what can be done now on one lane. One thread at a time per lane. True if anything was done.
   bool advance(int lane, Channel& channel);

@@ -11,6 +11,10 @@ bool Plan::gives(int tensor, int local_rank) const {
   return givers_.empty() || givers_[at(tensor)] == topology_.local_ranks()[at(local_rank)];
 }
 
+bool Plan::only_reads(int tensor) const {
+  return !givers_.empty() && topology_.node_count == 1 && gives(tensor, topology_.local_rank);
+}
+
 // Hands on a part of this rank's slice, or of a small bucket, from the rank that gives it. Where that is on another
 // node, this one adds nothing to what the network brings.
 void Plan::gather(const Turn& turn, int tensor, std::byte* mine, size_t offset, size_t nbytes, LaneState& lane) {

@@ -68,10 +68,17 @@ struct Start : TensorOfPlan {
                                std::to_string(expected) + " bytes. Received: " + std::to_string(nbytes) + " bytes.");
     }
 
+    Outcome outcome;
+    if (khpc_plan_only_reads(plan, tensor) == 1) {  // as a variable, which holds its buffer
+      tf.SetOutput(context, 0, gradient.get(), outcome);
+      outcome.check();
+      check(khpc_start(plan, tensor, const_cast<void*>(source), weight));
+      in_flight.keep(plan, tensor, std::move(gradient));
+      return;
+    }
     gradient.reset();  // a buffer is forwarded only if nobody else holds it; the context keeps it alive
     const int candidate = 0;
     int forwarded = -1;
-    Outcome outcome;
     TensorHandle output(tf.ForwardInputOrAllocateOutput(context, &candidate, 1, 0, shape.data(),
                                                         static_cast<int>(shape.size()), &forwarded, outcome));
     outcome.check();

@@ -178,6 +178,25 @@ def test_what_nobody_else_holds_is_reduced_where_it_lies(request):
     assert copied_by(keeping) == sum(a.nbytes for a in arrays)
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="XLA decides at compile time; PyTorch's are where variables are")
+def test_what_one_rank_gives_is_sent_from_its_variable(request):
+    library = ctypes.CDLL(library_path("keras_hpc_tensorflow"))
+    library.khpc_tensorflow_copied_bytes.restype = ctypes.c_int64
+    arrays = [np.full(n, rank, np.float32) for n in (300_001, 7)]
+    specs = [TensorSpec(f"t{i}", a.shape, "float32", size - 1) for i, a in enumerate(arrays)]
+    plan = current.job().teams[0].plan(request.node.name, specs, op="sum", weighted=False)
+    variables = list(map(tf.Variable, arrays))
+    given = tf.function(lambda: backend.gather(plan, [tf.convert_to_tensor(v) for v in variables]))
+    before = library.khpc_tensorflow_copied_bytes()
+    for step in range(3):
+        for result, variable in zip(given(), variables, strict=True):
+            assert (backend.to_numpy(result) == size - 1 + step).all()
+            assert (variable.numpy() == rank + step).all()
+            variable.assign_add(tf.ones_like(variable))
+    copied = library.khpc_tensorflow_copied_bytes() - before
+    assert copied == (0 if rank == size - 1 else 3 * sum(a.nbytes for a in arrays))
+
+
 @pytest.mark.parametrize("static", [True, False], ids=["static", "traced"])
 def test_inactive_steps_change_nothing(static, run, request):
     arrays = draw(SHAPES)

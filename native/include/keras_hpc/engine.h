@@ -91,6 +91,10 @@ KHPC_API int khpc_plan_tensors(int plan);
 // Size of one tensor in bytes, or -1 if there is no such tensor.
 KHPC_API int64_t khpc_plan_nbytes(int plan, int tensor);
 
+// Whether the memory of a tensor is only read from its start to its wait, and so may be somebody else's, too: 1 or 0,
+// or -1 if there is no such tensor.
+KHPC_API int khpc_plan_only_reads(int plan, int tensor);
+
 // Collective on the team; block. Gather one count, or a buffer of `nbytes` bytes, of every rank, in rank order.
 KHPC_API int khpc_allgather_counts(int team, int64_t mine, int64_t* counts);
 KHPC_API int khpc_allgatherv(int team, const void* in, int64_t nbytes, void* out, const int64_t* nbytes_by_rank);
