@@ -70,6 +70,21 @@ def install(job: Any, patcher: Any) -> None:
     patcher.patch(base, "__init__", notice_class)
     patcher.patch(base, "_clip_gradients", _reducing_accumulated)
     patcher.patch(loss_scale, "check_finite", _check_finite)
+    if keras.backend.backend() == "jax":
+        patcher.patch(base, "finalize_variable_values", _keeping_averages)
+
+
+def _keeping_averages(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Give averages of weights arrays of their own: the weights get theirs after `fit`, which `evaluate` then deletes."""
+
+    @functools.wraps(original)
+    def finalize_variable_values(self: Any, var_list: Any) -> Any:
+        result = original(self, var_list)
+        for average in self._model_variables_moving_average if self.use_ema else ():
+            average.assign(keras.ops.copy(average.value))
+        return result
+
+    return finalize_variable_values
 
 
 def accumulates(optimizer: Any) -> bool:

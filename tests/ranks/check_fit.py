@@ -292,6 +292,19 @@ def test_mixed_float16():
     assert isinstance(made.optimizer, keras.optimizers.LossScaleOptimizer)
 
 
+@enough_on("jax")
+def test_averages_of_weights_outlive_an_evaluation():
+    """Weights are given them after `fit`, and `evaluate` deletes the arrays that weights had before it."""
+    x, y = data()
+
+    def train(model, whole):
+        history = fit((x, y))(model, whole)
+        scores = model.evaluate(Parts(x, y, whole=whole), verbose=0)
+        return history, scores, fit((x, y))(model, whole)
+
+    assert_like_one_rank(compiled(lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)), train)
+
+
 def test_gradients_that_wait_since_train_on_batch():
     """The first update of `fit` takes what all ranks have gathered before it, not what one has."""
     x, y = data()
