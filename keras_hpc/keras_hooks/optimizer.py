@@ -75,7 +75,7 @@ def install(job: Any, patcher: Any) -> None:
 
 
 def _keeping_averages(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Give averages of weights arrays of their own: the weights get theirs after `fit`, which `evaluate` then deletes."""
+    """Give averages arrays of their own: weights get them after `fit`, and `evaluate` deletes the arrays of weights."""
 
     @functools.wraps(original)
     def finalize_variable_values(self: Any, var_list: Any) -> Any:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random combinations of what `compile` and `fit` take give on several ranks what they give on one."""
 
+import functools
 import os
 import random
 
@@ -15,6 +16,7 @@ RANKS = {"torch": (2,)}
 SOAK = {"tensorflow": (2, 3), "jax": (2, 3), "torch": (2, 3)}
 TIMEOUT = 900
 BACKEND = keras.backend.backend()
+COUNTING = ("accuracy", "top", "auc", "f1", "precision")
 SOAKS = "0:60" if BACKEND == "torch" else "0:20"
 SEEDS = os.environ.get("FIT_SEEDS", SOAKS if os.environ.get("TESTS_SOAK") else "0:4")
 
@@ -308,6 +310,8 @@ def test_a_training_at_random(seed):
     for a, b in zip(weights, expected[1], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5, err_msg=text)
     keras.tree.assert_same_structure(results, expected[0])
-    keras.tree.map_structure(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=5e-5, err_msg=text), results, expected[0]
-    )
+    for path, found in keras.tree.flatten_with_path(results):
+        wanted = functools.reduce(lambda inside, key: inside[key], path, expected[0])
+        # A number that rounding moves past a threshold is another sample counted.
+        counts = any(str(key).endswith(COUNTING) for key in path)
+        np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=0.05 if counts else 5e-5, err_msg=f"{path}\n{text}")
