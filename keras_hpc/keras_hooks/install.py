@@ -20,6 +20,7 @@ from keras_hpc.keras_hooks import (
     replicas,
     saving,
     seeds,
+    single_samples,
     torch_optim,
 )
 from keras_hpc.keras_hooks.checkpoint.loops import Checkpoints
@@ -87,6 +88,7 @@ def install(job: Any) -> None:
             optimizer,
             torch_optim,
             clipping,
+            single_samples,
             metrics,
             saving,
             parts,

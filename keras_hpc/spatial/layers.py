@@ -165,16 +165,6 @@ def adds_borders(
     )
 
 
-def is_too_small(layer: Any, x: Any) -> bool:
-    """Return whether PyTorch fails in backward of a convolution for its size ("grad_weight must be contiguous").
-
-    That is of one filter, and of a single sample so small that PyTorch takes an algorithm of its own, and not oneDNN's.
-    Parts, and the samples of one of several groups, may be so small where one rank has more.
-    """
-    small = type(layer) in (layers.Conv2D, layers.Conv3D) and layer.filters == 1 and x.shape[0] == 1
-    return small and keras.backend.backend() == "torch" and math.prod(x.shape) <= 20480
-
-
 def averages_in_image(layer: Any) -> bool:
     """Return whether a layer is an average of what lies in the image, where its windows reach out of it."""
     return type(layer) in AVERAGE_POOLING and layer.padding == "same"

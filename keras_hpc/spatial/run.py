@@ -16,7 +16,6 @@ from keras import ops
 
 from keras_hpc import backends
 from keras_hpc.spatial import geometry, statistics, windows
-from keras_hpc.spatial import layers as kinds
 from keras_hpc.spatial.fetch import Fetch, fetch
 from keras_hpc.spatial.group import Group
 from keras_hpc.spatial.masks import Masks
@@ -185,8 +184,6 @@ class Runner:
             return self._inner[id(node)]._outputs([mine[id(x)] for x in node.input_tensors], operation_fn, False, name)
         args, kwargs = node.arguments.fill_in(mine)
         call = operation_fn(layer)
-        if args and kinds.is_too_small(layer, args[0]):
-            call = functools.partial(_beside_zeros, call)
         total = functools.partial(self._sum, name) if step.kind == "moments" else None
         split = step.splits[0]
         part = self._group.first_with_part(split) if split else None
@@ -301,11 +298,6 @@ def _last_uses(plan: Plan) -> dict[int, list[int]]:
         if tensor not in kept:
             done[node].append(tensor)
     return done
-
-
-def _beside_zeros(call: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what a layer makes of one sample, computed as one of two."""
-    return call(ops.concatenate([x, ops.zeros_like(x)]), *args, **kwargs)[:1]
 
 
 def _may_draw(layer: Any) -> bool:

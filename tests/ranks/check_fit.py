@@ -292,6 +292,22 @@ def test_mixed_float16():
     assert isinstance(made.optimizer, keras.optimizers.LossScaleOptimizer)
 
 
+@enough_on("torch")
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("tail", [1, 2])
+def test_ranks_with_a_single_sample(transposed, tail):
+    """PyTorch alone does not differentiate such convolutions for one, nor for the zeros of a rank that has none."""
+    x = np.random.default_rng(0).normal(size=(BATCH + tail, 12, 9, 1)).astype("float32")
+
+    def model():
+        keras.utils.set_random_seed(3)
+        layers = [keras.layers.Conv2D(1 if transposed else 4, 3, padding="same")]
+        layers += [keras.layers.Conv2DTranspose(4, 3, padding="same")] * transposed
+        return keras.Sequential([keras.Input((12, 9, 1)), *layers, keras.layers.Conv2D(1, 3, padding="same")])
+
+    assert_like_one_rank(compiled(model=model, loss="mse"), fit((x, x)), tolerance=1e-5)
+
+
 @enough_on("jax")
 def test_averages_of_weights_outlive_an_evaluation():
     """Weights are given them after `fit`, and `evaluate` deletes the arrays that weights had before it."""
