@@ -24,7 +24,7 @@ def measure(optimizer: str, parameters: int, steps: int, rounds: int) -> dict[st
     """Trains a network whole and sharded, in turns, each in a job of its own. Collective.
 
     Args:
-        optimizer: its name.
+        optimizer: its name, or momentum: SGD with momentum.
         parameters: of the network, about.
         steps: timed ones of each turn; three come before.
         rounds: turns of each.
@@ -62,7 +62,7 @@ def _train(shard: bool, optimizer: str, parameters: int, steps: int) -> tuple[li
     width = round((parameters / _LAYERS) ** 0.5)
     layers = [keras.layers.Dense(width, activation="relu") for _ in range(_LAYERS)]
     model = keras.Sequential([keras.Input((width,)), *layers, keras.layers.Dense(1)])
-    model.compile(optimizer, "mse")
+    model.compile(_optimizer(optimizer), "mse")
     x, y = np.random.default_rng(keras_hpc.rank()).normal(size=(_BATCH, width)), np.zeros(_BATCH)
     for _ in range(3):
         model.train_on_batch(x, y)
@@ -79,11 +79,17 @@ def _train(shard: bool, optimizer: str, parameters: int, steps: int) -> tuple[li
     return taken, kept, count
 
 
+def _optimizer(name: str) -> Any:
+    import keras
+
+    return keras.optimizers.SGD(0.01, momentum=0.9) if name == "momentum" else name
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", choices=("tensorflow", "jax", "torch"), default="torch", help="(default: torch)")
-    parser.add_argument("--optimizer", default="adam", help="its name (default: adam)")
+    parser.add_argument("--optimizer", default="adam", help="its name, or momentum (SGD; default: adam)")
     parser.add_argument("--parameters", type=int, default=50_000_000, metavar="N", help="(default: 50,000,000)")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed ones of a turn (default: 10)")
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="turns of each kind (default: 2)")

@@ -82,7 +82,7 @@ def init(
             `batch_size` is then one part's (`batch="global"`: that of all parts). None: each rank has one part.
         shard_optimizer: each rank keeps its part of the state of every Keras optimizer, 1 / `size()` of it, updates
             that part of the weights, and gets the others' (Rajbhandari et al., "ZeRO", SC 2020, stage 1). Weights are
-            the same bits as without.
+            the same bits as without. SGD without momentum and `use_ema` keeps nothing, so it works as without.
 
     Raises:
         RuntimeError: called twice, or Keras is in a state that does not go with keras_hpc.

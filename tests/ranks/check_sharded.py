@@ -227,16 +227,19 @@ def test_each_rank_keeps_its_part(name):
 
 
 @pytest.mark.parametrize(
-    ("options", "alone"),
+    ("make", "options", "alone"),
     [
-        ({}, True),
-        pytest.param({"clipvalue": 0.1}, True, marks=enough_on()),
-        pytest.param({"global_clipnorm": 1.0}, False, marks=enough_on("torch")),
+        (keras.optimizers.Adam, {}, True),
+        pytest.param(keras.optimizers.Adam, {"clipvalue": 0.1}, True, marks=enough_on()),
+        pytest.param(keras.optimizers.Adam, {"global_clipnorm": 1.0}, False, marks=enough_on("torch")),
+        pytest.param(keras.optimizers.SGD, {"momentum": 0.5}, True, marks=enough_on()),
+        pytest.param(keras.optimizers.SGD, {}, False, marks=enough_on("torch")),  # keeps nothing to share out
     ],
+    ids=["adam", "clipvalue", "global norm", "momentum", "nothing kept"],
 )
-def test_gradients_go_only_to_whoever_updates_with_them(options, alone):
+def test_gradients_go_only_to_whoever_updates_with_them(make, options, alone):
     with Job(True) as job:
-        fit(compiled(keras.optimizers.Adam(**options)), epochs=1)
+        fit(compiled(make(**options)), epochs=1)
         (plan,) = (p for p in job.teams[0].plans if p.op == "mean" and p.tensors[0].shape)
         parameters = [t for t in plan.tensors if "came" not in t.name]
         assert len(parameters) == 6

@@ -62,7 +62,7 @@ def test_an_update_in_a_branch_of_the_users_own_is_refused(inside):
     import jax
 
     with Job(True):
-        _, optimizers, trained, states = network(lambda: keras.optimizers.SGD(0.1))
+        _, optimizers, trained, states = network(lambda: keras.optimizers.SGD(0.1, momentum=0.5))
 
         @jax.jit
         def step(trained, states, due):

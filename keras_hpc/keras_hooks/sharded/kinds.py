@@ -32,6 +32,11 @@ def cuts(optimizer: Any) -> bool:
     return _class_of(optimizer) in _ELEMENTWISE
 
 
+def keeps_nothing(optimizer: Any) -> bool:
+    """Return whether an optimizer keeps nothing for each variable: SGD without momentum and averages."""
+    return _class_of(optimizer) is keras.optimizers.SGD and not optimizer.momentum and not optimizer.use_ema
+
+
 def check(optimizer: Any) -> None:
     """Raise unless an optimizer can be sharded.
 

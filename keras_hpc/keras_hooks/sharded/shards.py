@@ -208,4 +208,5 @@ def wanted(optimizer: Any) -> bool:
         and current.active()
         and current.team_of(optimizer).size > 1
         and not model_variables.held_optimizers(optimizer)
+        and not kinds.keeps_nothing(optimizer)  # weights would travel twice and no byte be saved
     )
