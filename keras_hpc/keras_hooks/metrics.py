@@ -48,12 +48,25 @@ def install(job: Any, patcher: Any) -> None:
 
         return reset_metrics
 
+    def going_on(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def on_train_batch_begin(self: Any, batch: int, logs: Any = None) -> None:
+            original(self, batch, logs)
+            if self._model is not None:
+                _separate(self._model)  # a callback may have evaluated
+
+        return on_train_batch_begin
+
     patcher.patch(keras.metrics.Metric, "add_variable", noticing)
+    patcher.patch(keras.callbacks.CallbackList, "on_train_batch_begin", going_on)
     patcher.patch(keras_private.get(keras_private.TRAINER), "reset_metrics", separating)
 
 
 def _separate(model: Any) -> None:
-    """Give each rank its own states again: what a metric does not reset would count once per rank at the next merge."""
+    """Give each rank its own states again: what goes on from a merge would count once per rank at the next one.
+
+    That is what a metric does not reset, and the state in which an `evaluate` amid an epoch leaves metrics.
+    """
     backend = backends.current()
     for variable in model.metrics_variables:
         own, merged = vars(variable).pop(_OWN, (None, None))
@@ -87,7 +100,7 @@ def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> An
     given = logs if isinstance(logs, dict) else {}
     flat = _flat(given)
     scalars = {name: float(number) for name, value in flat.items() if np.ndim(number := _number(value)) == 0}
-    local = model.get_metrics_result()
+    local = _flat(model.get_metrics_result())
     # A custom step may log a metric under its name, beside other values. On every rank it must be the same metric.
     virtual = current.job().virtual is not None  # whose logs are those of a part that had samples
     is_metric = [name in local and (virtual or _same(scalars[name], local[name])) for name in scalars]
@@ -100,8 +113,10 @@ def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> An
             f"metrics, {', '.join(others)}"
         )
     result = dict(result_or_logs(model, flat))
-    final = model.get_metrics_result()
-    if result.keys() != final.keys():
+    final = _flat(model.get_metrics_result())
+    if result.keys() == final.keys():
+        result = {name: final[name] for name in result}  # Keras knows none of a metric that gives several values
+    else:
         for name, average, count in zip(scalars, averages, votes, strict=True):
             result[name] = final[name] if count == team.size else float(average)
     return result if flat.keys() == given.keys() else _nested(given, result)
@@ -133,6 +148,7 @@ def reduce_metrics(model: Any, team: Any, extra: list[float]) -> np.ndarray:
     Returns:
         The sums of `extra`.
     """
+    _separate(model)
     backend = backends.current()
     merging = [metric for metric in _leaves(model.metrics) if callable(getattr(metric, "merge_state", None))]
     merged = {id(v) for metric in merging for v in metric.variables}

@@ -198,6 +198,40 @@ def test_py_dataset(options, shuffle, mode):
     assert adapter.num_batches == (-(-5 // job().size) if mode == "local" else 5)
 
 
+def merged_graphs(kind):
+    """Two batches: of each four graphs with three nodes each, in one graph."""
+    batch = {"nodes": np.zeros((12, 2)), "graph": np.repeat(np.arange(4), 3)}, np.zeros(4)
+
+    class Graphs(keras.utils.PyDataset):
+        num_batches = 2
+
+        def __getitem__(self, index):
+            return batch
+
+    if kind == "PyDataset":
+        return Graphs()
+    if kind == "generator":
+        return iter([batch, batch])
+    tf = pytest.importorskip("tensorflow")
+    data = tf.data.Dataset.from_tensors(batch).repeat(2)
+    if kind == "tf.data":
+        return data
+    spec = tf.nest.map_structure(lambda x: tf.TensorSpec([None, *x.shape[1:]], x.dtype), data.element_spec)
+    return tf.data.Dataset.from_generator(lambda: iter([batch, batch]), output_signature=spec)
+
+
+@pytest.mark.parametrize("kind", ["PyDataset", "generator", *enough(["tf.data", "tf.data unknown"], "tensorflow")])
+def test_batches_with_other_numbers_of_rows_are_dealt_or_refused(kind, mode):
+    def read():
+        return [len(y) for _, y in batches(opened(merged_graphs(kind), steps_per_epoch=2))]
+
+    if mode == "local" or job().size == 1:
+        assert np.sum(everyone(sum(read()))) == 8
+    else:
+        with pytest.raises(Exception, match="a row for each sample"):
+            read()
+
+
 def test_endless_py_dataset(mode):
     class Endless(keras.utils.PyDataset):
         num_batches = None

@@ -12,10 +12,22 @@ from keras_hpc.keras_hooks.data.partition import Shard
 
 _is_tensorflow_sparse = keras_private.adapter("data_adapter_utils:is_tensorflow_sparse")
 
+UNEQUAL_ROWS = (
+    "Ranks share out the samples of each batch by rows. Expected arrays with a row for each sample. Graphs that are "
+    'merged into one, for example, cannot be shared out so: with init(batch="local") each rank takes whole batches.'
+)
+
 
 def count(batch: Any) -> int:
-    """Return the number of rows."""
-    return next(int(a.shape[0]) for a in tree.flatten(batch) if a is not None)
+    """Return the number of rows.
+
+    Raises:
+        ValueError: arrays have different numbers of them.
+    """
+    lengths = [int(a.shape[0]) for a in tree.flatten(batch) if a is not None]
+    if any(length != lengths[0] for length in lengths):
+        raise ValueError(f"{UNEQUAL_ROWS} Received: arrays of {', '.join(map(str, lengths))} rows")
+    return lengths[0]
 
 
 def take(batch: Any, start: int, stop: int) -> Any:

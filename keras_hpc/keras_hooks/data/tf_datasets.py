@@ -11,6 +11,7 @@ import numpy as np
 from keras_hpc.keras_hooks import keras_private
 from keras_hpc.keras_hooks.data.arrays import digest
 from keras_hpc.keras_hooks.data.partition import Shard
+from keras_hpc.keras_hooks.data.rows import UNEQUAL_ROWS
 
 TFDatasetAdapter = keras_private.adapter("tf_dataset_adapter:TFDatasetAdapter")
 
@@ -144,10 +145,13 @@ def _check_batched(spec: Any) -> None:
 def _part(element: Any, shard: Shard) -> Any:
     import tensorflow as tf
 
-    first = next(x for x in tf.nest.flatten(element) if x is not None)
+    first, *others = (x for x in tf.nest.flatten(element) if x is not None)
     rows = first.shape[0]
     if rows is None:
-        rows = first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first, tf.int64)[0]
+        rows = _rows(first)
+    unknown = [x for x in others if None in (x.shape[0], first.shape[0])]
+    if not unknown and any(x.shape[0] != rows for x in others):
+        raise ValueError(f"{UNEQUAL_ROWS} Received: elements of {tf.nest.map_structure(lambda x: x.shape, element)}")
     start, stop = shard.part(rows)
 
     def cut(x: Any) -> Any:
@@ -156,7 +160,16 @@ def _part(element: Any, shard: Shard) -> Any:
             return tf.sparse.slice(x, tf.concat([[start], 0 * rest], 0), tf.concat([[stop - start], rest], 0))
         return None if x is None else x[start:stop]
 
-    return tf.nest.map_structure(cut, element)
+    with tf.control_dependencies([tf.debugging.assert_equal(_rows(x), _rows(first), UNEQUAL_ROWS) for x in unknown]):
+        return tf.nest.map_structure(cut, element)
+
+
+def _rows(tensor: Any) -> Any:
+    import tensorflow as tf
+
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.cast(tensor.nrows(), tf.int64)
+    return tensor.dense_shape[0] if isinstance(tensor, tf.SparseTensor) else tf.shape(tensor, tf.int64)[0]
 
 
 def _empty(spec: Any) -> Any:
