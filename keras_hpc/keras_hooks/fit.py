@@ -67,6 +67,7 @@ def install(job: Any, patcher: Any) -> None:
     if job.virtual is not None and keras.backend.backend() == "torch":  # others hand the iterator to the step
         patcher.patch(iterator, "__next__", guards.batches_of_step)
     patcher.patch(callbacks, "on_train_begin", _on_train_begin)
+    patcher.patch(callbacks, "on_train_batch_begin", _on_train_batch_begin)
     patcher.patch(callbacks, "on_train_batch_end", _on_train_batch_end)
     patcher.patch(callbacks, "on_epoch_end", _on_epoch_end)
     if keras.backend.backend() == "tensorflow":
@@ -297,7 +298,7 @@ def _on_train_begin(original: Method) -> Method:
             original(self, logs)
             return
         if call.active:
-            _check_all_have_a_checkpoint(call)
+            Session.check_everywhere(current.team_of(call.model), call.session is not None)
         if call.session is not None:
             call.session.begin(self)
         original(self, logs)
@@ -344,16 +345,15 @@ def _begin_together(call: running.Call, callbacks: Any) -> None:
         step_functions.synchronize(model)
 
 
-def _check_all_have_a_checkpoint(call: running.Call) -> None:
-    team = current.team_of(call.model)
-    here = call.session is not None
-    flags = np.array([here, not here], np.int64)
-    team.allreduce(flags, op="max")
-    if flags.all():
-        raise ValueError(
-            "Checkpoint is collective. Expected it among the callbacks of every rank, without an `if "
-            f"keras_hpc.rank() == 0:`. Received: {'a' if here else 'no'} Checkpoint on rank {team.rank} of the team"
-        )
+def _on_train_batch_begin(original: Method) -> Method:
+    @functools.wraps(original)
+    def on_train_batch_begin(self: Any, batch: int, logs: Any = None) -> None:
+        original(self, batch, logs)
+        call = _fit_of(self)
+        if call is not None and call.active:
+            metrics.separate(call.model)  # a callback may have evaluated
+
+    return on_train_batch_begin
 
 
 def _on_train_batch_end(original: Method) -> Method:

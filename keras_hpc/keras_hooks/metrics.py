@@ -43,26 +43,16 @@ def install(job: Any, patcher: Any) -> None:
             if virtual is not None and not current.is_local():
                 _reset_parts(virtual.states, self, original)
                 return
-            _separate(self)
+            separate(self)
             original(self)
 
         return reset_metrics
 
-    def going_on(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def on_train_batch_begin(self: Any, batch: int, logs: Any = None) -> None:
-            original(self, batch, logs)
-            if self._model is not None:
-                _separate(self._model)  # a callback may have evaluated
-
-        return on_train_batch_begin
-
     patcher.patch(keras.metrics.Metric, "add_variable", noticing)
-    patcher.patch(keras.callbacks.CallbackList, "on_train_batch_begin", going_on)
     patcher.patch(keras_private.get(keras_private.TRAINER), "reset_metrics", separating)
 
 
-def _separate(model: Any) -> None:
+def separate(model: Any) -> None:
     """Give each rank its own states again: what goes on from a merge would count once per rank at the next one.
 
     That is what a metric does not reset, and the state in which an `evaluate` amid an epoch leaves metrics.
@@ -148,7 +138,7 @@ def reduce_metrics(model: Any, team: Any, extra: list[float]) -> np.ndarray:
     Returns:
         The sums of `extra`.
     """
-    _separate(model)
+    separate(model)
     backend = backends.current()
     merging = [metric for metric in _leaves(model.metrics) if callable(getattr(metric, "merge_state", None))]
     merged = {id(v) for metric in merging for v in metric.variables}

@@ -182,6 +182,42 @@ def test_a_metric_that_says_how_to_merge_is_right(caplog):
     assert ("Largest `unknown` keeps a state of its own" in caplog.text) == (job().rank == 0 and job().size > 1)
 
 
+class Shares(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="shares")
+        self.counts = self.add_weight(shape=(3,), initializer="zeros", name="counts")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        true, said = (ops.cast(y > 0, "float32") for y in (y_true, y_pred))
+        self.counts.assign_add(ops.stack([ops.sum(true * said), ops.sum(true), ops.sum(said)]))
+
+    def result(self):
+        right, true, said = ops.unstack(ops.convert_to_tensor(self.counts))
+        return {"recall": right / ops.maximum(true, 1), "precision": right / ops.maximum(said, 1)}
+
+
+class Evaluating(keras.callbacks.Callback):
+    """Evaluates as an epoch begins, amid it, and after its last batch."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch:
+            self.model.evaluate(X[:10], Y[:10], verbose=0)
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch in (1, 3):
+            self.model.evaluate(X[:10], Y[:10], verbose=0)
+
+
+@pytest.mark.parametrize("callbacks", [[], [Evaluating()]], ids=["fit", "evaluating"])
+def test_a_metric_of_several_values(callbacks):
+    def make():
+        model = dense()
+        model.compile("sgd", "mse", metrics=[Shares(), "mae"])
+        return model
+
+    compare(make, callbacks=callbacks)
+
+
 @pytest.mark.parametrize("aggregation", ["mean", "only_first_replica"])
 @enough_on("torch")
 def test_aggregation_of_a_metrics_variable(aggregation):

@@ -49,6 +49,17 @@ def test_optimizer(name):
     assert_same_bits(lambda: fit(compiled((OPTIMIZERS | MAIN)[name]())))
 
 
+@enough_on("torch")
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="compiled steps keep their momentum")
+def test_momentum_that_ends():
+    def train():
+        model = fit(compiled(OPTIMIZERS["nesterov"]()), epochs=1)
+        model.optimizer.momentum = 0.0
+        return fit(model, epochs=1)
+
+    assert_same_bits(train)
+
+
 @pytest.mark.parametrize("name", enough(OPTIONS))
 def test_option(name):
     options = {"learning_rate": 0.01} | OPTIONS[name]

@@ -16,13 +16,13 @@ def dense(*layers):
     )
 
 
-def compare(make, x=X, y=Y, tolerance=3e-6):
-    """Trains together and alone, on all data, and compares weights and history."""
+def compare(make, x=X, y=Y, tolerance=3e-6, **options):
+    """Trains together and alone, on all data, and compares weights and history. `options`: of `fit`."""
 
     def trained():
         keras.utils.set_random_seed(5)
         model = make()
-        history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+        history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, **options).history
         return values(model), history, model
 
     alone, alone_history = on_one_rank(lambda: trained()[:2])

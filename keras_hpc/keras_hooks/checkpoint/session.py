@@ -54,6 +54,21 @@ class Session:
             raise ValueError(f"Expected one Checkpoint in a `fit`. Received: {len(found)}")
         return cls(model, found[0]) if found else None
 
+    @staticmethod
+    def check_everywhere(team: Any, here: bool) -> None:
+        """Raise unless all ranks of a team have a session, or none has. Collective on it.
+
+        Raises:
+            ValueError: some have one.
+        """
+        flags = np.array([here, not here], np.int64)
+        team.allreduce(flags, op="max")
+        if flags.all():
+            raise ValueError(
+                "Checkpoint is collective. Expected it among the callbacks of every rank, without an `if "
+                f"keras_hpc.rank() == 0:`. Received: {'a' if here else 'no'} Checkpoint on rank {team.rank} of the team"
+            )
+
     def __enter__(self) -> Session:
         self.request.__enter__()
         return self

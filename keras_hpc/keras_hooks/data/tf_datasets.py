@@ -146,13 +146,7 @@ def _part(element: Any, shard: Shard) -> Any:
     import tensorflow as tf
 
     first, *others = (x for x in tf.nest.flatten(element) if x is not None)
-    rows = first.shape[0]
-    if rows is None:
-        rows = _rows(first)
-    unknown = [x for x in others if None in (x.shape[0], first.shape[0])]
-    if not unknown and any(x.shape[0] != rows for x in others):
-        raise ValueError(f"{UNEQUAL_ROWS} Received: elements of {tf.nest.map_structure(lambda x: x.shape, element)}")
-    start, stop = shard.part(rows)
+    start, stop = shard.part(_rows(first) if first.shape[0] is None else first.shape[0])
 
     def cut(x: Any) -> Any:
         if isinstance(x, tf.SparseTensor):
@@ -160,11 +154,12 @@ def _part(element: Any, shard: Shard) -> Any:
             return tf.sparse.slice(x, tf.concat([[start], 0 * rest], 0), tf.concat([[stop - start], rest], 0))
         return None if x is None else x[start:stop]
 
-    with tf.control_dependencies([tf.debugging.assert_equal(_rows(x), _rows(first), UNEQUAL_ROWS) for x in unknown]):
+    with tf.control_dependencies([tf.debugging.assert_equal(_rows(x), _rows(first), UNEQUAL_ROWS) for x in others]):
         return tf.nest.map_structure(cut, element)
 
 
 def _rows(tensor: Any) -> Any:
+    """Return the number of rows as a tensor."""
     import tensorflow as tf
 
     if isinstance(tensor, tf.RaggedTensor):

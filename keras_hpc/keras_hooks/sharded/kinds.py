@@ -33,8 +33,10 @@ def cuts(optimizer: Any) -> bool:
 
 
 def keeps_nothing(optimizer: Any) -> bool:
-    """Return whether an optimizer keeps nothing for each variable: SGD without momentum and averages."""
-    return _class_of(optimizer) is keras.optimizers.SGD and not optimizer.momentum and not optimizer.use_ema
+    """Return whether an optimizer keeps, or is going to keep, nothing for each variable: SGD without momentum."""
+    if _class_of(optimizer) is not keras.optimizers.SGD or optimizer.use_ema:
+        return False
+    return not (optimizer.momentums if optimizer.built else optimizer.momentum)  # which a callback may change
 
 
 def check(optimizer: Any) -> None:
