@@ -8,21 +8,21 @@ from launch import ROOT, child_environment, launch
 from examples.localsgd import study
 
 
-def lines(losses, seconds, waited):
-    return [
+def outcome(losses, seconds, waited):
+    lines = [
         {
             "epoch": number, "seconds": seconds, "waited": waited, "megabytes": 2.0, "val_loss": loss,
-            "val_accuracy": 1 - loss,
         }
         for number, loss in enumerate(losses, 1)
     ]  # fmt: skip
+    return lines, 1 - losses[-1]
 
 
 def test_summary():
     found = {
-        study.Run(1, 0, "none", 1): lines([0.5, 0.3, 0.1], 4.0, 0.0),
-        study.Run(2, 8, "none", 1): lines([0.4, 0.1, 0.1], 2.0, 0.5),
-        study.Run(2, "epoch", "nesterov", 1): lines([0.4, 0.4, 0.3], 2.0, 0.1),
+        study.Run("digits", 1, 0, "none", 1): outcome([0.5, 0.3, 0.1], 4.0, 0.0),
+        study.Run("digits", 2, 8, "none", 1): outcome([0.4, 0.1, 0.1], 2.0, 0.5),
+        study.Run("digits", 2, "epoch", "nesterov", 1): outcome([0.4, 0.4, 0.3], 2.0, 0.1),
     }
     alone, eight, epoch = study.summarize(found)
     assert [row["way"] for row in (alone, eight, epoch)] == [
@@ -52,4 +52,4 @@ def test_a_small_study(tmp_path):
     done = launch(1, command, timeout=900, env=child_environment("torch"), mpi=False)
     assert done.returncode == 0, done.output
     assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
-    assert len((tmp_path / "table.md").read_text().splitlines()) == 2 + 1 + 1 + 2 * len(study.EVERY)
+    assert len((tmp_path / "table.md").read_text().splitlines()) == 1 + 2 * (2 + 2 + 1 + 1 + 2 * len(study.EVERY))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `make localsgd` runs: what does it cost in accuracy, and spare in time, to average weights more rarely?
 
-Digits on one rank, and on two that average gradients at every step, or weights every 1, 8, 32 steps or once an epoch,
-as they are or by DiLoCo's outer optimizer; several seeds. Each rank has a core of its own as long as there are enough.
+Digits, and jets by the HEP-CNN, on one rank, and on two that average gradients at every step, or weights every 1, 8,
+32 steps or once an epoch, as they are or by DiLoCo's outer optimizer; several seeds. Each rank has a core of its own as
+long as there are enough.
 
 The folder of --out then holds study.png, table.md, curves.csv, summary.csv and a folder for each run; with --readme the
 picture and the table go into this example's README.md. Started again, it goes on where it was.
@@ -11,6 +12,7 @@ picture and the table go into this example's README.md. Started again, it goes o
 import argparse
 import dataclasses
 import itertools
+import json
 import os
 import shutil
 from pathlib import Path
@@ -23,7 +25,9 @@ from examples.studies import epochs_to, learning_speedup
 
 EVERY = (1, 8, 32, "epoch")
 OUTERS = ("none", "nesterov")
-TARGET = 0.15  # loss of test digits, which a run must reach for its learning speed-up
+TARGETS = {"digits": 0.15, "jets": 0.3}  # loss of tests, which a run must reach for its learning speed-up
+HEADINGS = {"digits": "Digits:", "jets": "Jets, by the HEP-CNN:"}
+QUALITIES = {"digits": "test accuracy", "jets": "area under the ROC curve"}
 EXPOSED = PARTS["exposed"]  # as DeepEx names it
 TIME_LIMIT_S = 600  # of a run
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
@@ -34,12 +38,14 @@ class Run:
     """A training.
 
     Attributes:
+        task: what is learned.
         ranks: how many.
         every: period of local steps; 0: gradients are averaged.
         outer: "none" or "nesterov".
         seed: of everything random.
     """
 
+    task: str
     ranks: int
     every: int | str
     outer: str
@@ -58,15 +64,15 @@ class Run:
     @property
     def folder(self):
         """Name of its folder."""
-        return f"{self.ranks}-{self.every}-{self.outer}-{self.seed}"
+        return f"{self.task}-{self.ranks}-{self.every}-{self.outer}-{self.seed}"
 
 
 def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results") / "localsgd", help="(default: results/localsgd)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind (default: 3)")
-    parser.add_argument("--epochs", type=int, default=12, help="of each run (default: 12)")
-    parser.add_argument("--samples", type=int, default=5000, help="use only so many digits (default: all 5000)")
+    parser.add_argument("--epochs", type=int, help="of each run (default: 12 for digits, 8 for jets)")
+    parser.add_argument("--samples", type=int, help="use only so many (default: all)")
     parser.add_argument("--readme", action="store_true", help="put picture and table into this example's README.md")
     return parser.parse_args(argv)
 
@@ -74,9 +80,10 @@ def arguments(argv=None):
 def train(run, args, core=0):
     """Makes a run, unless it was made before. Its messages go to a file in its folder."""
     folder = args.out / run.folder
-    if not (folder / "history.csv").exists():
+    if not (folder / "quality.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         options = {
+            "--task": run.task,
             "--every": run.every,
             "--outer": run.outer,
             "--epochs": args.epochs,
@@ -84,36 +91,43 @@ def train(run, args, core=0):
             "--seed": run.seed,
             "--out": folder,
         }
-        words = list(itertools.chain(*options.items()))
+        words = [word for option in options.items() if option[1] is not None for word in option]
         with (folder / "log.txt").open("w") as log:
             launch.run("examples.localsgd.train", words, ranks=run.ranks, core=core, timeout=TIME_LIMIT_S, output=log)
-    last = tables.read(folder / "history.csv")[-1]
-    print(f"{run.way}, seed {run.seed}: test accuracy {last['val_accuracy']:.2%}", flush=True)
+    print(f"{run.task}, {run.way}, seed {run.seed}: {QUALITIES[run.task]} {outcome(run, args)[1]:.3f}", flush=True)
+
+
+def outcome(run, args):
+    """Returns the history of a run that was made, a line for each epoch, and its quality at the end."""
+    folder = args.out / run.folder
+    return tables.read(folder / "history.csv"), json.loads((folder / "quality.json").read_text())["quality"]
 
 
 def summarize(found):
     """Returns lines for summary.csv: of each way to train, mean and spread over the seeds.
 
     Args:
-        found: the history of each `Run`.
+        found: the `outcome` of each `Run`, all of one task.
     """
     table, pace = [], {}
+    (task,) = {run.task for run in found}
     for way in dict.fromkeys(run.way for run in found):
-        histories = [lines for run, lines in found.items() if run.way == way]
+        histories, quality = zip(*(outcome for run, outcome in found.items() if run.way == way), strict=True)
         rest = [lines[1:] or lines for lines in histories]  # the first epoch compiles
         seconds, waited = (
             [float(np.median([line[name] for line in lines])) for lines in rest] for name in ("seconds", "waited")
         )
-        pace[way] = [(t, epochs_to(lines, TARGET)) for t, lines in zip(seconds, histories, strict=True)]
-        accuracy, loss = ([lines[-1][name] for lines in histories] for name in ("val_accuracy", "val_loss"))
+        pace[way] = [(t, epochs_to(lines, TARGETS[task])) for t, lines in zip(seconds, histories, strict=True)]
+        loss = [lines[-1]["val_loss"] for lines in histories]
         reached = [n for _, n in pace[way] if n is not None]
         spread = len(histories) > 1
         table.append(
             {
+                "task": task,
                 "way": way,
                 "seeds": len(histories),
-                "accuracy": float(np.mean(accuracy)),
-                "accuracy spread": float(np.std(accuracy, ddof=spread)),
+                "quality": float(np.mean(quality)),
+                "quality spread": float(np.std(quality, ddof=spread)),
                 "loss": float(np.mean(loss)),
                 "loss spread": float(np.std(loss, ddof=spread)),
                 "MB of an epoch": float(np.mean([line["megabytes"] for lines in rest for line in lines])),
@@ -127,16 +141,17 @@ def summarize(found):
 
 
 def markdown(table):
-    """Returns the summary as a table of Markdown."""
+    """Returns the summary of a task as a table of Markdown."""
+    task = table[0]["task"]
     head = (
-        "ranks average", "test accuracy", "test loss", "MB reduced in an epoch", "s of an epoch",
-        f"of it {EXPOSED}", f"epochs to a loss of {TARGET}", "S_L",
+        "ranks average", QUALITIES[task], "test loss", "MB reduced in an epoch", "s of an epoch",
+        f"of it {EXPOSED}", f"epochs to a loss of {TARGETS[task]}", "S_L",
     )  # fmt: skip
     lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
     for row in table:
         cells = (
             row["way"],
-            f"{100 * row['accuracy']:.1f} ± {100 * row['accuracy spread']:.1f} %",
+            f"{row['quality']:.3f} ± {row['quality spread']:.3f}",
             f"{row['loss']:.3f} ± {row['loss spread']:.3f}",
             f"{row['MB of an epoch']:.2f}",
             f"{row['seconds of an epoch']:.2f}",
@@ -148,53 +163,63 @@ def markdown(table):
     return "\n".join(lines) + "\n"
 
 
-def draw(found, table, path):
-    """Draws accuracy against the way to train, and the loss against the epoch."""
+def draw(found, tables_of, path):
+    """Draws, for each task, quality against the way to train, and the loss against the epoch."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (bars, curves) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    for number, row in enumerate(table):
-        bars.errorbar(100 * row["accuracy"], number, xerr=100 * row["accuracy spread"], fmt="o", capsize=4)
-        lines = [lines for run, lines in found.items() if run.way == row["way"]]
-        losses = np.array([[line["val_loss"] for line in one] for one in lines])
-        curves.plot(range(1, losses.shape[1] + 1), losses.mean(axis=0), color=f"C{number % 10}", label=row["way"])
-    bars.set_yticks(range(len(table)), [row["way"] for row in table])
-    bars.invert_yaxis()
-    bars.set_xlabel("accuracy of test digits, %; bars: spread over the seeds")
-    curves.axhline(TARGET, color="0.7", linestyle=":")
-    curves.set(xlabel="epoch", ylabel="loss of test digits, mean of the seeds", yscale="log")
-    curves.legend(fontsize="small")
-    tables.write_figure(path, figure, "Two ranks train digits: what they average, and when", table)
+    figure, rows = plt.subplots(len(tables_of), 2, figsize=(12, 4.5 * len(tables_of)), layout="constrained")
+    for (task, table), (bars, curves) in zip(tables_of.items(), np.atleast_2d(rows), strict=True):
+        for number, row in enumerate(table):
+            bars.errorbar(row["quality"], number, xerr=row["quality spread"], fmt="o", capsize=4)
+            lines = [lines for run, (lines, _) in found.items() if (run.task, run.way) == (task, row["way"])]
+            losses = np.array([[line["val_loss"] for line in one] for one in lines])
+            curves.plot(range(1, losses.shape[1] + 1), losses.mean(axis=0), color=f"C{number % 10}", label=row["way"])
+        bars.set_yticks(range(len(table)), [row["way"] for row in table])
+        bars.invert_yaxis()
+        bars.set_xlabel(f"{task}: {QUALITIES[task]}; bars: spread over the seeds")
+        curves.axhline(TARGETS[task], color="0.7", linestyle=":")
+        curves.set(xlabel="epoch", ylabel=f"{task}: loss of tests, mean of the seeds", yscale="log")
+        curves.legend(fontsize="small")
+    summary = list(itertools.chain(*tables_of.values()))
+    tables.write_figure(path, figure, "Two ranks train: what they average, and when", summary)
 
 
 def main(argv=None):
     args = arguments(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     seeds = range(1, args.seeds + 1)
-    alone = [Run(1, 0, "none", seed) for seed in seeds]
     ways = [(0, "none"), *itertools.product(EVERY, OUTERS)]
-    together = [Run(2, every, outer, seed) for (every, outer), seed in itertools.product(ways, seeds)]
-    launch.two_at_a_time(lambda run, core: train(run, args, core), alone)
-    for run in together:
-        train(run, args)
-    found = {run: tables.read(args.out / run.folder / "history.csv") for run in (*alone, *together)}
-    table = summarize(found)
-    curves = [{"way": run.way, "seed": run.seed, **line} for run, lines in found.items() for line in lines]
+    found, summaries = {}, {}
+    for task in TARGETS:
+        alone = [Run(task, 1, 0, "none", seed) for seed in seeds]
+        together = [Run(task, 2, every, outer, seed) for (every, outer), seed in itertools.product(ways, seeds)]
+        launch.two_at_a_time(lambda run, core: train(run, args, core), alone)
+        for run in together:
+            train(run, args)
+        outcomes = {run: outcome(run, args) for run in (*alone, *together)}
+        summaries[task] = summarize(outcomes)
+        found |= outcomes
+    curves = [
+        {"task": run.task, "way": run.way, "seed": run.seed, **line}
+        for run, (lines, _) in found.items()
+        for line in lines
+    ]
     tables.write(args.out / "curves.csv", curves)
-    tables.write(args.out / "summary.csv", table)
-    draw(found, table, args.out / "study.png")
-    (args.out / "table.md").write_text(markdown(table), encoding="utf-8")
+    tables.write(args.out / "summary.csv", list(itertools.chain(*summaries.values())))
+    draw(found, summaries, args.out / "study.png")
+    text = "\n".join(f"{HEADINGS[task]}\n\n{markdown(table)}" for task, table in summaries.items())
+    (args.out / "table.md").write_text(text, encoding="utf-8")
     if args.readme:
         here = Path(__file__).parent
         shutil.copy(args.out / "study.png", here / "study.png")
         before, rest = (here / "README.md").read_text(encoding="utf-8").split(BEGIN)
-        text = before + BEGIN + markdown(table) + END + rest.split(END)[1]
-        (here / "README.md").write_text(text, encoding="utf-8")
-    print(f"\n{markdown(table)}\non {len(os.sched_getaffinity(0))} cores; {args.out}: study.png, table.md, summary.csv")
-    return table
+        page = before + BEGIN + text + END + rest.split(END)[1]
+        (here / "README.md").write_text(page, encoding="utf-8")
+    print(f"\n{text}\non {len(os.sched_getaffinity(0))} cores; {args.out}: study.png, table.md, summary.csv")
+    return summaries
 
 
 if __name__ == "__main__":
