@@ -10,8 +10,8 @@ import keras_hpc
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
 
-RANKS = {"jax": (3,)}
-SOAK = {"torch": (3,)}
+RANKS = {"torch": (3,)}
+SOAK = {"jax": (3,)}
 ENV = {"MPIR_CVAR_NUM_CLIQUES": "8"}
 
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size

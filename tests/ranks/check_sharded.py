@@ -66,7 +66,7 @@ def test_option(name):
     assert_same_bits(lambda: fit(compiled(keras.optimizers.Adam(**options))))
 
 
-@enough_on("jax")
+@enough_on()
 def test_all_options_at_once():
     names = ("loss scale", "schedule", "global norm", "accumulation", "average that overwrites")
     options = {name: value for option in names for name, value in OPTIONS[option].items()}
