@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=("tensorflow", "jax", "torch"), default="torch", help="(default: torch)")
     parser.add_argument("--model", choices=MODELS, default="lenet", help="(default: lenet)")
     parser.add_argument("--image-size", type=int, metavar="PIXELS", help="(default: the network's own)")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="of a turn; as many come before (default: 20)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed, of a turn (default: 20)")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="turns of each kind (default: 4)")
     arguments = parser.parse_args()
     os.environ["KERAS_BACKEND"] = arguments.backend

@@ -22,6 +22,7 @@ Every backend is one module with the same functions:
 - `differentiable(reduced, gradient, keeps, x)`: `reduced(x)`, with that gradient.
 - `wants_gradient(x)`: whether a gradient may be asked of what is computed from a tensor.
 - `from_numpy(array, like)`: a tensor, where `like` is.
+- `adopt(array)`: a tensor with the memory of an array on the CPU that nobody will change; a copy where that cannot be.
 - `is_traced(x)`: whether `x` stands for a value that a compiled function will compute.
 - `view(x)`: the value of a tensor or variable as a NumPy array, to be read at once: without a copy where it can be.
 - `to_numpy(x)`: the same as an array of its own.

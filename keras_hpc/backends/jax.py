@@ -252,6 +252,11 @@ def from_numpy(array: np.ndarray, like: Any) -> jax.Array:
     return jnp.array(array)
 
 
+def adopt(array: np.ndarray) -> jax.Array:
+    """Return an array of JAX with NumPy's memory, if it is aligned to 64 bytes."""
+    return jax.dlpack.from_dlpack(array) if array.dtype.isbuiltin == 1 else jnp.array(array)
+
+
 def is_traced(x: Any) -> bool:
     """Return whether `x` stands for a value inside a transformation such as `jax.jit`."""
     return isinstance(x, jax.core.Tracer)

@@ -297,6 +297,11 @@ def from_numpy(array: np.ndarray, like: Any) -> tf.Tensor:
     return tf.constant(array)
 
 
+def adopt(array: np.ndarray) -> tf.Tensor:
+    """Return a tensor with NumPy's memory, if it is aligned to 64 bytes."""
+    return tf.experimental.dlpack.from_dlpack(array.__dlpack__()) if array.dtype.isbuiltin == 1 else tf.constant(array)
+
+
 def is_traced(x: Any) -> bool:
     """Return whether `x` is a tensor of a graph under construction, without a value yet."""
     return isinstance(x, tf.Tensor) and not hasattr(x, "numpy")

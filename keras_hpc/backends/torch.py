@@ -15,6 +15,7 @@ from keras_hpc.backends import torch_pieces as pieces
 from keras_hpc.backends.torch_exchange import after as after
 from keras_hpc.backends.torch_exchange import exchange as exchange
 from keras_hpc.backends.torch_gradients import gradients_of as gradients_of
+from keras_hpc.backends.torch_tensors import adopt as adopt
 from keras_hpc.backends.torch_tensors import bytes_of, dtype_of, number_of, stream_of, tensor_of
 from keras_hpc.backends.torch_tensors import device_of as device_of
 from keras_hpc.backends.torch_tensors import from_numpy as from_numpy

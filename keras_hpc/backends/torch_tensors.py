@@ -40,6 +40,11 @@ def from_numpy(array: np.ndarray, like: Any) -> torch.Tensor:
     return tensor.to(like.device)
 
 
+def adopt(array: np.ndarray) -> torch.Tensor:
+    """Return a tensor with NumPy's memory."""
+    return from_numpy(array, torch.empty(0, device="cpu"))
+
+
 def tensor_of(x: Any) -> torch.Tensor:
     """Return the tensor of a variable, or what is one."""
     return x if isinstance(x, torch.Tensor) else torch.as_tensor(getattr(x, "value", x))

@@ -19,6 +19,8 @@ import numpy as np
 
 from keras_hpc.job.plan import bytes_of
 
+ALIGNMENT = 64  # bytes
+
 Branch = tuple[int, int, np.ndarray]  # first part, behind the last one, and their sum
 
 
@@ -64,6 +66,14 @@ def branches(count: int) -> frozenset[tuple[int, int]]:
     return frozenset(found)
 
 
+def aligned(size: int, dtype: Any) -> np.ndarray:
+    """Return memory that begins where a cache line does: frameworks compute alike with it, and take it as it is."""
+    dtype = np.dtype(dtype)
+    memory = np.empty(size * dtype.itemsize + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size * dtype.itemsize].view(dtype)
+
+
 class TreeSum:
     """Adds up arrays of parts, which come in the order of the parts.
 
@@ -78,7 +88,7 @@ class TreeSum:
 
     def empty(self, size: int, dtype: Any) -> np.ndarray:
         """Return memory for the next array: what earlier ones have left, if there is any."""
-        return self._free.pop() if self._free else np.empty(size, dtype)
+        return self._free.pop() if self._free else aligned(size, dtype)
 
     def add(self, first: int, end: int, array: np.ndarray) -> None:
         """Add an array, which is changed, of the parts `[first, end)`."""
@@ -136,6 +146,6 @@ def allreduce(virtual: Virtual, team: Any, sums: Sequence[Branch]) -> np.ndarray
     for (first, end), piece in zip((branch for found in theirs for branch in found), pieces, strict=True):
         fold.add(first, end, piece)
     ((_, _, whole),) = fold.sums
-    result = np.empty(length, dtype)
+    result = aligned(length, dtype)
     team.native.allgather(bytes_of(whole), bytes_of(result), [n * dtype.itemsize for n in lengths])
     return result

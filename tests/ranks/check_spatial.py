@@ -208,7 +208,9 @@ def padded():
     return keras.Model(inputs, layers.Conv2D(2, (3, 1), padding="same")(x))
 
 
-@pytest.mark.parametrize("network", [ties, *enough([even], "torch", "jax"), *enough([masked, padded, masked_average, bordered], "torch")])
+@pytest.mark.parametrize(
+    "network", [ties, *enough([even], "torch", "jax"), *enough([masked, padded, masked_average, bordered], "torch")]
+)
 def test_what_random_models_have_found(network, grid):
     def train():
         # A mean over weights of samples is 84 times as large as one over positions.

@@ -14,7 +14,7 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import dtype_of
-from keras_hpc.job.virtual import TreeSum, Virtual, allreduce
+from keras_hpc.job.virtual import ALIGNMENT, TreeSum, Virtual, allreduce
 from keras_hpc.keras_hooks import building, own_steps
 from keras_hpc.keras_hooks.step import zeros
 from keras_hpc.keras_hooks.variables import seed_generators, standard_dtype
@@ -173,8 +173,9 @@ class _Gradients:
                 continue
             dtype = "float64" if standard_dtype(variable) == "float64" else "float32"
             start = self._sizes.get(dtype, 0)
-            self._sizes[dtype] = start + int(np.prod(variable.shape))
-            self._places.setdefault(dtype, []).append((index, start, self._sizes[dtype]))
+            end = start + int(np.prod(variable.shape))
+            self._places.setdefault(dtype, []).append((index, start, end))
+            self._sizes[dtype] = end + -end % (ALIGNMENT // np.dtype(dtype).itemsize)
         self._sizes["float32"] += len(self._variables)
         self._sums = {dtype: TreeSum(self._virtual.count) for dtype in self._sizes}
 
@@ -187,6 +188,7 @@ class _Gradients:
         for dtype, fold in self._sums.items():
             flat = fold.empty(self._sizes[dtype], dtype)
             for index, start, end in self._places[dtype]:
+                flat[end : end + ALIGNMENT // flat.itemsize] = 0  # up to where the next one begins, or into it
                 if count == 0 or gradients[index] is None:
                     flat[start:end] = 0
                 else:
@@ -202,7 +204,7 @@ class _Gradients:
 
     def mean(self, team: Any) -> list[Any]:
         """Return the means, as the backend's tensors. Collective."""
-        from_numpy, torch = backends.current().from_numpy, keras.backend.backend() == "torch"
+        adopt = backends.current().adopt
         result: list[Any] = [None] * len(self._variables)
         flats = {dtype: allreduce(self._virtual, team, fold.sums) for dtype, fold in self._sums.items()}
         there = flats["float32"][-len(self._variables) :]
@@ -212,8 +214,7 @@ class _Gradients:
                     variable = self._variables[index]
                     array = flat[start:end].reshape(tuple(variable.shape))
                     array = array.astype(dtype_of(standard_dtype(variable)), copy=False)
-                    # PyTorch's would lie where it is in the sum; kernels may add up otherwise where it is not aligned.
-                    result[index] = from_numpy(array, variable.value).clone() if torch else from_numpy(array, None)
+                    result[index] = adopt(array)
         for index, found in self._sparse.items():
             result[index] = self._gathered(team, self._variables[index], found)
         return result
