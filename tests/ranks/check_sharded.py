@@ -5,12 +5,15 @@ import keras
 import numpy as np
 import pytest
 from keras_cases import enough, enough_on, everyone
+from mpi4py import MPI
 from sharded_cases import Job, X, Y, assert_same_bits, compiled, fit, network, state_of
 
 import keras_hpc
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (3,)}
 SOAK = {"tensorflow": (3,), "jax": (3,), "torch": (2,)}
+
+several = pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="one rank shares nothing out")
 
 OPTIMIZERS = {
     "amsgrad": lambda: keras.optimizers.Adam(0.01, amsgrad=True),
@@ -246,6 +249,7 @@ def test_each_rank_keeps_its_part(name):
     ],
     ids=["adam", "clipvalue", "global norm", "momentum", "nothing kept"],
 )
+@several
 def test_gradients_go_only_to_whoever_updates_with_them(make, options, alone):
     with Job(True) as job:
         fit(compiled(make(**options)), epochs=1)
@@ -256,6 +260,7 @@ def test_gradients_go_only_to_whoever_updates_with_them(make, options, alone):
         assert not alone or {rank for t in parameters for _, rank in t.takers} == set(range(job.size))
 
 
+@several
 @enough_on("torch")
 def test_what_cannot_be_sharded_is_refused():
     class Across(keras.optimizers.SGD):
