@@ -43,7 +43,8 @@ def arguments(argv=None):
 def resnet50(shape, classes, width=64, momentum=0.9):
     """Returns the ResNet-50 of He et al. (2016), whose stride is in the 3 x 3 convolutions; logits.
 
-    Blocks begin as their shortcuts: the last gamma of each is 0 (Goyal et al., 2017).
+    Blocks begin as their shortcuts: the last gamma of each is 0 (Goyal et al., 2017). BatchNormalization is over the
+    batch of all ranks, so that it is the same on any number of them.
 
     Args:
         shape: of an image.
@@ -55,7 +56,7 @@ def resnet50(shape, classes, width=64, momentum=0.9):
 
     def convolved(x, filters, kernel, strides=1, gamma="ones"):
         x = layers.Conv2D(filters, kernel, strides, padding="same", use_bias=False, kernel_initializer="he_normal")(x)
-        return layers.BatchNormalization(momentum=momentum, gamma_initializer=gamma)(x)
+        return layers.BatchNormalization(momentum=momentum, gamma_initializer=gamma, synchronized=True)(x)
 
     inputs = Input(shape)
     x = layers.ReLU()(convolved(inputs, width, 7, strides=2))
