@@ -47,9 +47,13 @@ def build(folder: Path, program: str, sanitizers: str, *, mpi: bool = False, com
     return binary
 
 
-def has_compiler(name: str = "g++") -> bool:
-    """Returns whether programs can be built here."""
-    return shutil.which(name) is not None
+def has_compiler(name: str = "g++", sanitizers: str = "") -> bool:
+    """Returns whether programs can be built here, with sanitizers, whose libraries may come in a package of their own."""
+    if shutil.which(name) is None:
+        return False
+    flags = [f"-fsanitize={sanitizers}"] if sanitizers else []
+    command = [name, *flags, "-x", "c++", "-o", os.devnull, "-"]
+    return subprocess.run(command, input="int main() {}", text=True, capture_output=True, check=False).returncode == 0
 
 
 def options() -> dict[str, str]:

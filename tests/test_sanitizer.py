@@ -24,7 +24,9 @@ def test_two_teams_at_once_have_no_data_race(tmp_path):
     assert done.stdout.count("done") == 10
 
 
-@pytest.mark.skipif(not sanitizer.has_compiler("clang++"), reason="needs clang++")
+@pytest.mark.skipif(
+    not sanitizer.has_compiler("clang++", "undefined"), reason="needs clang++ and its sanitizers (libclang-rt)"
+)
 def test_clang_makes_no_use_of_what_is_not_defined(tmp_path):
     """UndefinedBehaviorSanitizer of the other compiler, whose vector code asks for alignment where GCC's does not."""
     program = sanitizer.build(tmp_path, "two_teams", "undefined", compiler="clang++")
