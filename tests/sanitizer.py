@@ -48,7 +48,7 @@ def build(folder: Path, program: str, sanitizers: str, *, mpi: bool = False, com
 
 
 def has_compiler(name: str = "g++", sanitizers: str = "") -> bool:
-    """Returns whether programs can be built here, with sanitizers, whose libraries may come in a package of their own."""
+    """Returns whether programs can be built here, with sanitizers: their libraries may be a package of their own."""
     if shutil.which(name) is None:
         return False
     flags = [f"-fsanitize={sanitizers}"] if sanitizers else []
