@@ -51,7 +51,7 @@ def main():
     messages = 0.0
     if arguments.parts > 1:
         link = plan_spatial.link_of(plan.Network(between_gb_per_s=np.inf), is_inside=True)
-        messages, _ = plan_spatial.messages_of(keras_hpc.partition(network), 1, link)
+        messages = link.seconds(*keras_hpc.partition(network).messages(1))
     with standing_in(grid, keras_hpc.rank()) if arguments.parts > 1 else contextlib.nullcontext():
         pairs = np.array(list(timed((step()[0], measured), arguments.pairs)))
     if keras_hpc.rank() == 0:

@@ -17,13 +17,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from keras_hpc.tools import rehearsal
 
 BACKWARD = 2 / 3  # of a step, behind which a reduction can hide
-MIN_ROWS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +35,10 @@ class Link:
 
     alpha_s: float
     bytes_per_s: float
+
+    def seconds(self, messages: int, nbytes: int) -> float:
+        """Return what so many messages take, one after the other."""
+        return messages * self.alpha_s + nbytes / self.bytes_per_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,63 +67,24 @@ class Split:
         return self.rehearsed_s + self.messages_s + self.reduction_s
 
 
-def plans(model: Any, ranks: int) -> Iterator[tuple[int, Any]]:
-    """Yield the numbers of parts that divide the ranks and into which a model can be split, each with its plan."""
-    from keras_hpc.spatial.geometry import Grid
-    from keras_hpc.spatial.partition import plan_of
-
-    for parts in (n for n in range(1, ranks + 1) if ranks % n == 0):
-        plan = plan_of(model, Grid((parts,)), MIN_ROWS)
-        if parts == 1 or plan.is_split:
-            yield parts, plan
-
-
-def expected(ranks: int, parts: int, rehearsed_s: float, messages: tuple[float, int], reduction_s: float) -> Split:
+def expected(ranks: int, parts: int, of_part: rehearsal.Rehearsed, link: Link, reduction_s: float) -> Split:
     """Return what is expected of groups of `parts` ranks.
 
     Args:
         ranks: of the job.
         parts: of each group.
-        rehearsed_s: seconds of a step without what follows.
-        messages: of the halos, seconds and bytes.
+        of_part: what a rehearsal has found.
+        link: between the ranks of a group.
         reduction_s: seconds of the reduction between nodes, without any backward that hides it.
     """
-    seconds, nbytes = messages
-    exposed = max(0.0, reduction_s - BACKWARD * (rehearsed_s + seconds))
-    return Split(ranks // parts, parts, rehearsed_s, seconds, exposed, nbytes)
+    messages = link.seconds(of_part.messages, of_part.halo_bytes)
+    exposed = max(0.0, reduction_s - BACKWARD * (of_part.seconds + messages))
+    return Split(ranks // parts, parts, of_part.seconds, messages, exposed, of_part.halo_bytes)
 
 
 def best(splits: list[Split]) -> Split:
     """Return the one that trains on most samples in a second."""
     return max(splits, key=lambda split: split.groups / split.step_s)
-
-
-def messages_of(plan: Any, batch: int, link: Link) -> tuple[float, int]:
-    """Return seconds of the messages of a step, and the bytes of their halos, of the rank that receives most.
-
-    Args:
-        plan: of a model.
-        batch: samples of a group.
-        link: between the ranks of a group.
-    """
-    from keras_hpc.spatial.plan import _nbytes
-
-    seconds, halo = 0.0, 0
-    first = {id(tensor) for tensor in plan.model.inputs} if not plan._prefix else set()
-    for node, step in plan.nodes():
-        if step.plan is not None:
-            inner = messages_of(step.plan, batch, link)
-            seconds, halo = seconds + inner[0], halo + inner[1]
-            continue
-        for tensor, read in zip(node.input_tensors, step.fetches, strict=True):
-            if read and any(one.communicates for one in read.axes):
-                ways = 1 + (id(tensor) not in first)  # backward what takes gradients to other ranks
-                received = batch * read.cost(plan.grid, tensor.shape, _nbytes(node.operation, tensor))[1]
-                seconds += ways * (2 * link.alpha_s + received / link.bytes_per_s)
-                halo += ways * received
-        if step.kind in ("moments", "statistics", "average", "maximum"):
-            seconds += 4 * link.alpha_s
-    return seconds, halo
 
 
 def run(arguments: Any, network: Any) -> int:
@@ -131,24 +94,25 @@ def run(arguments: Any, network: Any) -> int:
         arguments: of the command line.
         network: how fast ranks reach each other, a `plan.Network`.
     """
-    model = rehearsal.model_of(arguments.spatial)
+    rehearsal.file_of(arguments.spatial)
     ranks, batch = arguments.ranks, arguments.batch_size or 1
     nodes = arguments.nodes or ranks
-    gradients = sum(4 * math.prod(v.shape) for v in model.trainable_variables)
+    inside = ranks // nodes
     splits = []
     print(f"{'groups x parts':<16}{'step':>12}{'rehearsed':>12}{'halo received':>16}{'samples/s':>12}", flush=True)
-    for parts, plan in plans(model, ranks):
-        name = f"{ranks // parts} x {parts}"
+    for parts in (n for n in range(1, ranks + 1) if ranks % n == 0):
         try:
-            rehearsed = rehearsal.rehearse(arguments.spatial, parts, ranks // nodes, batch)
+            found = rehearsal.rehearse(arguments.spatial, parts, inside, batch)
         except rehearsal.RehearsalError as error:
-            print(f"{name:<16}{error}", flush=True)
+            print(f"{f'{ranks // parts} x {parts}':<16}{error}", flush=True)
             continue
-        messages = messages_of(plan, batch, link_of(network, is_inside=parts <= ranks // nodes))
-        split = expected(ranks, parts, rehearsed, messages, _reduction(network, nodes, gradients))
+        if found is None:
+            continue
+        link = link_of(network, is_inside=parts <= inside)
+        split = expected(ranks, parts, found, link, _reduction(network, nodes, found.gradient_bytes))
         splits.append(split)
         print(
-            f"{name:<16}{1e3 * split.step_s:>9.4g} ms{1e3 * split.rehearsed_s:>9.4g} ms"
+            f"{f'{split.groups} x {parts}':<16}{1e3 * split.step_s:>9.4g} ms{1e3 * split.rehearsed_s:>9.4g} ms"
             f"{split.halo_bytes / 1e6:>13.3g} MB{split.groups * batch / split.step_s:>12.3g}",
             flush=True,
         )

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -30,12 +32,29 @@ _FEWEST, _MOST = 5, 50
 _WARMING_UP = 2  # steps
 
 
+@dataclasses.dataclass(frozen=True)
+class Rehearsed:
+    """What a rehearsal has found of a step.
+
+    Attributes:
+        seconds: that it takes without exchanges of rows.
+        messages: that are exchanged in a group, one after the other.
+        halo_bytes: of them, that the rank receives which receives most.
+        gradient_bytes: that are reduced.
+    """
+
+    seconds: float
+    messages: int
+    halo_bytes: int
+    gradient_bytes: int
+
+
 class RehearsalError(Exception):
     """The ranks of a rehearsal have not come to its end."""
 
 
-def rehearse(model: str, parts: int, ranks: int, batch_size: int) -> float:
-    """Return seconds of a step without exchanges of rows.
+def rehearse(model: str, parts: int, ranks: int, batch_size: int) -> Rehearsed | None:
+    """Return what a step of a part takes; None: the model cannot be split into so many.
 
     Args:
         model: FILE.py:FUNCTION.
@@ -67,19 +86,21 @@ def rehearse(model: str, parts: int, ranks: int, batch_size: int) -> float:
     if done.returncode != 0 or not said:
         last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
         raise RehearsalError(f"{ranks} rank{'s' * (ranks > 1)} ended with status {done.returncode}: {last}")
-    seconds: float = json.loads(said[-1])
-    return seconds
+    found = json.loads(said[-1])
+    return found and Rehearsed(**found)
 
 
-def model_of(text: str) -> Any:
-    """Return the model that a function in a file makes.
-
-    Args:
-        text: FILE.py:FUNCTION.
-    """
+def file_of(text: str) -> tuple[str, str]:
+    """Return the file and the function of what `--spatial` says, FILE.py:FUNCTION."""
     path, _, name = text.rpartition(":")
     if not path or not Path(path).is_file():
         sys.exit(f"--spatial names a function that returns a model. Expected FILE.py:FUNCTION. Received: {text!r}")
+    return path, name
+
+
+def model_of(text: str) -> Any:
+    """Return the model that a function in a file makes, FILE.py:FUNCTION."""
+    path, name = file_of(text)
     spec = importlib.util.spec_from_file_location("planned_model", path)
     if spec is None or spec.loader is None:
         sys.exit(f"--spatial names a function in a file of Python. Expected FILE.py:FUNCTION. Received: {text!r}")
@@ -146,7 +167,7 @@ def part_of(rank: int, ranks: int, parts: int) -> int:
 
 
 def main() -> None:
-    """Rehearse as one rank; the first one prints seconds of a step."""
+    """Rehearse as one rank; the first one prints what was found."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("parts", type=int)
@@ -154,7 +175,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     import keras_hpc
-    from keras_hpc.job import current
+    from keras_hpc.keras_hooks import parts
     from keras_hpc.spatial.alone import standing_in
     from keras_hpc.spatial.geometry import Grid
 
@@ -162,20 +183,32 @@ def main() -> None:
     if keras_hpc.node_count() > 1:
         sys.exit(f"Ranks rehearse on one node. Received: {keras_hpc.node_count()} nodes")
     part = part_of(keras_hpc.rank(), keras_hpc.size(), arguments.parts)
+    found = None
     with standing_in(Grid((arguments.parts,)), part) if arguments.parts > 1 else contextlib.nullcontext():
-        step = step_of(model_of(arguments.model), arguments.batch_size)
-
-        def seconds() -> float:
-            begin = time.perf_counter()
-            step()
-            return time.perf_counter() - begin
-
-        first = [seconds() for _ in range(_WARMING_UP)][-1]
-        count = min(max(round(_SECONDS / first), _FEWEST), _MOST)
-        count = current.job().teams[0].broadcast_object(count)  # all ranks reduce as often
-        taken = statistics.median(seconds() for _ in range(count))
+        model = model_of(arguments.model)
+        step = step_of(model, arguments.batch_size)
+        runner = parts.runner_of(model)
+        if runner is not None or arguments.parts == 1:
+            messages = (0, 0) if runner is None else runner.plan.messages(arguments.batch_size)
+            gradients = sum(4 * math.prod(v.shape) for v in model.trainable_variables)
+            found = Rehearsed(_seconds_of(step), *messages, gradients)
     if keras_hpc.rank() == 0:
-        print(json.dumps(taken), flush=True)
+        print(json.dumps(found and dataclasses.asdict(found)), flush=True)
+
+
+def _seconds_of(step: Callable[[], Any]) -> float:
+    """Return the median of so many steps as take some seconds, on all ranks alike. Collective."""
+    from keras_hpc.job import current
+
+    def seconds() -> float:
+        begin = time.perf_counter()
+        step()
+        return time.perf_counter() - begin
+
+    first = [seconds() for _ in range(_WARMING_UP)][-1]
+    count = min(max(round(_SECONDS / first), _FEWEST), _MOST)
+    count = current.job().teams[0].broadcast_object(count)
+    return statistics.median(seconds() for _ in range(count))
 
 
 if __name__ == "__main__":
