@@ -153,8 +153,8 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--spatial",
         metavar="FILE.py:FUNCTION",
-        help="measure the layers of the model that this function returns, and say into how many parts init(spatial=) "
-        "splits samples best",
+        help="rehearse steps of the parts of the model that this function returns, on as many ranks of this machine as "
+        "each node will have, and say into how many parts init(spatial=) splits samples best",
     )
     parser.set_defaults(run=run)
 

@@ -9,6 +9,9 @@ from keras_cases import assert_identical, enough, enough_on, on_one_rank, values
 from spatial_cases import norm, ranks
 
 import keras_hpc
+from keras_hpc.spatial.alone import standing_in
+from keras_hpc.spatial.geometry import Grid
+from keras_hpc.tools import rehearsal
 
 RANKS = {"tensorflow": (2,), "torch": (2,)}
 SOAK = {"tensorflow": (2, 4), "jax": (2, 4), "torch": (4,)}
@@ -166,6 +169,29 @@ class Batches(keras.utils.PyDataset):
 def _tensorflow_data(x, y):
     tf = pytest.importorskip("tensorflow")
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+
+
+def test_ranks_that_stand_in_for_a_group_compute_their_parts():
+    """Of what others of the group would send, there are zeros; gradients are those of the ranks that are there."""
+    init()
+    with standing_in(Grid((3,)), keras_hpc.rank() + 1):
+        model = keras.Sequential([keras.Input((33, 6, 2)), layers.Conv2D(3, 5, strides=2, padding="same")])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        begin, end = keras_hpc.part(33)
+        x = np.random.default_rng(0).normal(size=(2, 33, 6, 2)).astype("float32")
+        found = keras.ops.convert_to_numpy(model(x))
+        with keras_hpc.local():
+            x[:, :begin] = x[:, end:] = 0
+            expected = keras.ops.convert_to_numpy(model(x))
+        begin, end = keras_hpc.part(17)
+        np.testing.assert_allclose(found[:, begin:end], expected[:, begin:end], rtol=0, atol=1e-6)
+        assert not found[:, :begin].any()
+        assert not found[:, end:].any()
+        before = values(model)
+        rehearsal.step_of(model, 2)()
+        assert np.abs(values(model)[0] - before[0]).max() > 0
+        assert_identical(values(model))
+    keras_hpc.finalize()
 
 
 @reading
