@@ -12,7 +12,8 @@ A function that returns one number for a whole batch does not say whether that i
 that several ranks could add up, and refused. What `add_loss` got is asked in the same way, once, before training.
 
 The loss of each of several outputs is logged as a mean over samples, or, where TensorFlow does not know the batch size
-when it traces, over steps; then each rank adds its part n_r / sum(n_r) of a step.
+when it traces, over steps; then each rank adds its part n_r / sum(n_r) of a step. So it does of any single number that
+a step gives to a `keras.metrics.Mean`, as the loss of a `train_step` of the user's own: one rank has a mean over steps.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ def install(job: Any, patcher: Any) -> None:
             wanted = sample_weight is None or _is_tracing_tensorflow()
             if wanted and _exchanges(step) and any(metric is self for metric in _output_losses(step)):
                 sample_weight = _part(step)
+            elif sample_weight is None and _is_number(values) and weighs_numbers(step):
+                sample_weight = _part(step)
             return original(self, values, sample_weight=sample_weight)
 
         return update_state
@@ -126,6 +129,27 @@ def _is_tracing_tensorflow() -> bool:
     import tensorflow as tf
 
     return not tf.executing_eagerly()
+
+
+def weighs_numbers(step: running.Step | None) -> TypeGuard[running.Step]:
+    """Return whether numbers that a step gives to a metric count by this rank's part of its samples."""
+    # An exchange would be waited for, what pipelined steps never do.
+    return _exchanges(step) and (step.twin or current.team_of(step.model).schedule.kind == "synchronous")
+
+
+def meet(step: running.Step) -> None:
+    """Let ranks learn how many samples a step of the user's own has, before it does what it may do on some ranks only.
+
+    Args:
+        step: the step that begins.
+    """
+    if weighs_numbers(step):
+        _part(step)
+
+
+def _is_number(values: Any) -> bool:
+    shape = getattr(values, "shape", ())
+    return getattr(shape, "rank", 0) is not None and len(shape) == 0
 
 
 class _Asked(threading.local):
