@@ -79,9 +79,9 @@ def install(job: Any, patcher: Any) -> None:
             # equal, by chance. They must do the same; where all global batches are equal, it comes to the same.
             wanted = sample_weight is None or _is_tracing_tensorflow()
             if wanted and _exchanges(step) and any(metric is self for metric in _output_losses(step)):
-                sample_weight = _part(step)
+                sample_weight = part_of(step)
             elif sample_weight is None and _is_number(values) and weighs_numbers(step):
-                sample_weight = _part(step)
+                sample_weight = part_of(step)
             return original(self, values, sample_weight=sample_weight)
 
         return update_state
@@ -144,7 +144,7 @@ def meet(step: running.Step) -> None:
         step: the step that begins.
     """
     if weighs_numbers(step):
-        _part(step)
+        part_of(step)
 
 
 def _is_number(values: Any) -> bool:
@@ -276,7 +276,7 @@ def _output_losses(step: running.Step) -> list[Any]:
     return [] if loss is None else list(loss.metrics)
 
 
-def _part(step: running.Step) -> Any:
+def part_of(step: running.Step) -> Any:
     """Return `n_r / sum(n_r)`, exchanged once a step."""
     count = keras.ops.cast(step.count, "float32")
     if step.total is None:
