@@ -137,6 +137,7 @@ def _logs(metric, result):
     return result if isinstance(result, dict) else {metric.name: result}
 
 
+@keras.saving.register_keras_serializable("tests")
 def size_of_outputs(y_true, y_pred):
     """A metric that is one number for a batch."""
     return ops.mean(ops.abs(y_pred))
