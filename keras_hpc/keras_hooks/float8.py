@@ -4,25 +4,18 @@
 Keras keeps for each float8 layer the largest values that it has seen, and scales made of them. It hands them to the
 optimizer as gradients and stores them as they are. One rank would have the maximum over the ranks' samples. But the
 gradient of a mean over a rank's few samples is larger than that of one rank's mean over all. So where a model has such
-variables, the loss is multiplied by n_r / sum(n_r) before its gradients are taken, and other gradients are divided by
-it before they are averaged.
+variables, the loss is multiplied by n_r / sum(n_r) before its gradients are taken (losses.py), and other gradients are
+divided by it before they are averaged.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
-from keras_hpc.keras_hooks import keras_private, losses, running
-
-
-def install(job: Any, patcher: Any) -> None:
-    """Hooks where Keras scales a loss before it takes gradients."""
-    for name in (keras_private.OPTIMIZER, keras_private.LOSS_SCALE_OPTIMIZER):
-        patcher.patch(keras_private.get(name), "scale_loss", _scaling)
+from keras_hpc.keras_hooks import running
 
 
 def overwriting(variables: Sequence[Any]) -> set[int]:
@@ -58,16 +51,3 @@ def undone(gradients: list[Any], extremes: set[int], step: running.Step | None) 
 
 def _divided(gradient: Any, share: Any) -> Any:
     return keras.ops.divide_no_nan(gradient, keras.ops.cast(share, gradient.dtype))
-
-
-def _scaling(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def scale_loss(self: Any, loss: Any) -> Any:
-        scaled = original(self, loss)
-        step = running.step()
-        if not losses.weighs_numbers(step) or step.share is not None or not overwriting(step.model.trainable_variables):
-            return scaled
-        step.share = losses.part_of(step)
-        return scaled * keras.ops.cast(step.share, scaled.dtype)
-
-    return scale_loss

@@ -29,7 +29,7 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.keras_hooks import keras_private, part_losses, running, variables
+from keras_hpc.keras_hooks import float8, keras_private, part_losses, running, variables
 
 _TOLERANCE = 0.02  # of a ratio that is 1 or 2 but for rounding
 _NOISY = 0.3  # where layers draw random numbers
@@ -112,6 +112,8 @@ def install(job: Any, patcher: Any) -> None:
 
         return _aggregate_additional_loss
 
+    for name in (keras_private.OPTIMIZER, keras_private.LOSS_SCALE_OPTIMIZER):
+        patcher.patch(keras_private.get(name), "scale_loss", _taking_part)
     trainer = keras_private.get(keras_private.TRAINER)
     patcher.patch(trainer, "_aggregate_additional_loss", add_up)
     patcher.patch(keras.losses.Loss, "__call__", remember)
@@ -121,6 +123,23 @@ def install(job: Any, patcher: Any) -> None:
         patcher.patch(tf.GradientTape, "gradient", _scaling_vectors)
     patcher.patch(keras_private.module(keras_private.LOSSES), "reduce_weighted_values", weigh)
     patcher.patch(keras.metrics.Mean, "update_state", divide_step)
+
+
+def _taking_part(original: Any) -> Any:
+    """Let gradients be those of this rank's part of one rank's loss, where float8 layers look at how large they are."""
+
+    @functools.wraps(original)
+    def scale_loss(self: Any, loss: Any) -> Any:
+        scaled = original(self, loss)
+        step = running.step()
+        if not weighs_numbers(step) or step.share is not None:
+            return scaled
+        if not float8.overwriting(step.model.trainable_variables):
+            return scaled
+        step.share = part_of(step)
+        return scaled * keras.ops.cast(step.share, scaled.dtype)
+
+    return scale_loss
 
 
 def _is_tracing_tensorflow() -> bool:
