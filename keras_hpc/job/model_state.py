@@ -18,6 +18,7 @@ class ModelState:
             compiled or loaded weights.
         statistics_moved: grows with every model that trains on each rank's own data; 0: its statistics are averaged.
         step_modes: how the step functions that it holds were made.
+        samples: this rank's in the last step of each kind, a number or a tensor; None: unknown.
         jit_compile: what the user has set, where it had to be changed; None: it was not.
         added_sums: which of the losses that its layers add are sums over samples, by their number in a step.
         takes_any_batch: whether it takes other batch sizes than its inputs say, by that size and its number of layers.
@@ -32,6 +33,7 @@ class ModelState:
     synchronized: int | None = None
     statistics_moved: int = 0
     step_modes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    samples: dict[str, Any] = dataclasses.field(default_factory=dict)
     jit_compile: Any = None
     added_sums: set[int] = dataclasses.field(default_factory=set)
     takes_any_batch: dict[tuple[int, int], bool] = dataclasses.field(default_factory=dict)

@@ -12,7 +12,8 @@ A function that returns one number for a whole batch does not say whether that i
 that several ranks could add up, and refused. What `add_loss` got is asked in the same way, once, before training.
 
 The loss of each of several outputs is logged as a mean over samples, or, where TensorFlow does not know the batch size
-when it traces, over steps; then each rank adds its part n_r / sum(n_r) of a step.
+when it traces, over steps; then each rank adds its part n_r / sum(n_r) of a step. So it does of any single number that
+a step gives to a `keras.metrics.Mean`, as the loss of a `train_step` of the user's own: one rank has a mean over steps.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.keras_hooks import keras_private, part_losses, running, variables
+from keras_hpc.keras_hooks import float8, keras_private, part_losses, running, variables
 
 _TOLERANCE = 0.02  # of a ratio that is 1 or 2 but for rounding
 _NOISY = 0.3  # where layers draw random numbers
@@ -78,7 +79,9 @@ def install(job: Any, patcher: Any) -> None:
             # equal, by chance. They must do the same; where all global batches are equal, it comes to the same.
             wanted = sample_weight is None or _is_tracing_tensorflow()
             if wanted and _exchanges(step) and any(metric is self for metric in _output_losses(step)):
-                sample_weight = _part(step)
+                sample_weight = part_of(step)
+            elif sample_weight is None and _is_number(values) and weighs_numbers(step):
+                sample_weight = part_of(step)
             return original(self, values, sample_weight=sample_weight)
 
         return update_state
@@ -109,6 +112,8 @@ def install(job: Any, patcher: Any) -> None:
 
         return _aggregate_additional_loss
 
+    for name in (keras_private.OPTIMIZER, keras_private.LOSS_SCALE_OPTIMIZER):
+        patcher.patch(keras_private.get(name), "scale_loss", _taking_part)
     trainer = keras_private.get(keras_private.TRAINER)
     patcher.patch(trainer, "_aggregate_additional_loss", add_up)
     patcher.patch(keras.losses.Loss, "__call__", remember)
@@ -120,12 +125,50 @@ def install(job: Any, patcher: Any) -> None:
     patcher.patch(keras.metrics.Mean, "update_state", divide_step)
 
 
+def _taking_part(original: Any) -> Any:
+    """Let gradients be those of this rank's part of one rank's loss, where float8 layers look at how large they are."""
+
+    @functools.wraps(original)
+    def scale_loss(self: Any, loss: Any) -> Any:
+        scaled = original(self, loss)
+        step = running.step()
+        if not weighs_numbers(step) or step.share is not None:
+            return scaled
+        if not float8.overwriting(step.model.trainable_variables):
+            return scaled
+        step.share = part_of(step)
+        return scaled * keras.ops.cast(step.share, scaled.dtype)
+
+    return scale_loss
+
+
 def _is_tracing_tensorflow() -> bool:
     if keras.backend.backend() != "tensorflow":
         return False
     import tensorflow as tf
 
     return not tf.executing_eagerly()
+
+
+def weighs_numbers(step: running.Step | None) -> TypeGuard[running.Step]:
+    """Return whether numbers that a step gives to a metric count by this rank's part of its samples."""
+    # An exchange would be waited for, what pipelined steps never do.
+    return _exchanges(step) and (step.twin or current.team_of(step.model).schedule.kind == "synchronous")
+
+
+def meet(step: running.Step) -> None:
+    """Let ranks learn how many samples a step of the user's own has, before it does what it may do on some ranks only.
+
+    Args:
+        step: the step that begins.
+    """
+    if weighs_numbers(step):
+        part_of(step)
+
+
+def _is_number(values: Any) -> bool:
+    shape = getattr(values, "shape", ())
+    return getattr(shape, "rank", 0) is not None and len(shape) == 0
 
 
 class _Asked(threading.local):
@@ -252,7 +295,7 @@ def _output_losses(step: running.Step) -> list[Any]:
     return [] if loss is None else list(loss.metrics)
 
 
-def _part(step: running.Step) -> Any:
+def part_of(step: running.Step) -> Any:
     """Return `n_r / sum(n_r)`, exchanged once a step."""
     count = keras.ops.cast(step.count, "float32")
     if step.total is None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from keras_hpc import backends
 from keras_hpc.job import current, log
-from keras_hpc.keras_hooks import keras_private, part_losses
+from keras_hpc.keras_hooks import keras_private, part_losses, running
 
 _SAID = "_keras_hpc_aggregation"  # on a variable whose aggregation the user has chosen
 _OWN = "_keras_hpc_own"  # on a variable that holds the ranks' merged state: this rank's, and the merged one
@@ -83,7 +83,7 @@ def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> An
 
     Args:
         model: its metrics are reduced in place.
-        logs: what the last step returned. Values that are no metrics, from a custom step, are averaged.
+        logs: what the last step returned. Values that are no metrics, from a custom step, are averaged by samples.
         result_or_logs: Keras' method, which takes metrics where their names match those of `logs`.
     """
     team = current.team_of(model)
@@ -94,8 +94,11 @@ def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> An
     # A custom step may log a metric under its name, beside other values. On every rank it must be the same metric.
     virtual = current.job().virtual is not None  # whose logs are those of a part that had samples
     is_metric = [name in local and (virtual or _same(scalars[name], local[name])) for name in scalars]
-    sums = reduce_metrics(model, team, [*scalars.values(), *map(float, is_metric)])
-    averages, votes = sums[: len(scalars)] / team.size, sums[len(scalars) :]
+    samples = _samples(model)
+    weighted = [value * samples if samples else 0.0 for value in scalars.values()]
+    votes = [float(yes or not samples) for yes in is_metric]  # what zeros gave a rank without samples is no metric
+    total, *sums = reduce_metrics(model, team, [samples, *weighted, *votes])
+    averages, votes = [value / total if total else value for value in sums[: len(scalars)]], sums[len(scalars) :]
     if virtual and not all(is_metric):
         others = [name for name, yes in zip(scalars, is_metric, strict=True) if not yes]
         raise ValueError(
@@ -110,6 +113,14 @@ def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> An
         for name, average, count in zip(scalars, averages, votes, strict=True):
             result[name] = final[name] if count == team.size else float(average)
     return result if flat.keys() == given.keys() else _nested(given, result)
+
+
+def _samples(model: Any) -> float:
+    """Return how many samples this rank had in the last step, or 1 where that is not known."""
+    call = running.call()
+    kind = "test" if call is not None and call.kind == "evaluate" else "train"
+    samples = current.job().known.model(model).samples.get(kind)
+    return 1.0 if samples is None else float(_number(samples))
 
 
 def _flat(logs: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.keras_hooks import delayed, first_update, keras_private, local_steps, running
+from keras_hpc.keras_hooks import delayed, first_update, float8, keras_private, local_steps, running
 from keras_hpc.keras_hooks import variables as model_variables
 from keras_hpc.keras_hooks.sharded import takers
 from keras_hpc.keras_hooks.virtual import guards
@@ -103,7 +103,8 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         if (trial := running.trial()) is not None:
             given = signature.bind(self, *args, **kwargs).arguments
-            trial.gradients.append(list(given["grads"]))
+            extremes = float8.overwriting(model_variables.trained_by(self))
+            trial.gradients.append(float8.undone(list(given["grads"]), extremes, running.step()))
             values = tuple(given.get(name) for name in ("trainable_variables", "optimizer_variables"))
             return values if original.__name__ == "stateless_apply" else None
         if not current.active():
@@ -136,6 +137,7 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
             first_update.warn_of_equal_gradients(current.team_of(self), gradients)
         if current.team_of(self).schedule.local is not None:
             return _apply_local(self, original, bound, gradients, list(variables), count)
+        gradients = _reduce_maxima(self, gradients, variables, step)
         reduce_later = accumulates(self)
         here = pipelined and (not reduce_later or bool(self.gradient_accumulation_steps))
         if reduce_later or not pipelined:
@@ -256,9 +258,8 @@ def reduce_gradients(
         for index in reversed(range(len(gradients)))
         if gradients[index] is not None and not (local and variables and id(variables[index]) in local)
     ]
-    extremes = _overwriting(variables)
+    extremes = float8.overwriting(variables)
     sparse = [index for index in order if hasattr(gradients[index], "dense_shape")]
-    maxima = [index for index in order if index in extremes]
     means = [index for index in order if index not in extremes and index not in sparse]
     team = current.team_of(_applying.optimizer or optimizer)
     backend = backends.current()
@@ -270,10 +271,6 @@ def reduce_gradients(
         specs = [_spec(i, gradients[i], variables, needed) for i in means]
         plan = team.plan(key_of(optimizer), specs, wire_dtype=team.wire_dtype)
         _replace(result, means, backend.reduce(plan, [gradients[i] for i in means], weight=count, active=due))
-    if maxima:
-        specs = [_spec(i, gradients[i], variables) for i in maxima]
-        plan = team.plan(f"{key_of(optimizer)}/maximum", specs, op="max", weighted=False)
-        _replace(result, maxima, backend.reduce(plan, [gradients[i] for i in maxima], active=due))
     if sparse:
         share = _share(optimizer, count) / team.size
         for index in sparse:
@@ -295,7 +292,7 @@ def plan_in_segment(optimizer: Any, gradients: Sequence[Any], variables: Sequenc
     alone = takers.can_be(optimizer)
     key = (team.id, alone, *map(id, variables), *(gradient is not None and gradient.dtype for gradient in gradients))
     if not variables or key not in known:
-        extremes = _overwriting(variables)
+        extremes = float8.overwriting(variables)
         means = [index for index in reversed(range(len(gradients))) if index not in extremes]
         needed = takers.of_gradients(optimizer, variables) if alone else None
         specs = [_spec(index, gradients[index], variables, needed) for index in means]
@@ -318,9 +315,18 @@ def _spec(index: int, gradient: Any, variables: Sequence[Any], needed: Sequence[
     return TensorSpec(f"{index}: {name}", tuple(owner.shape), dtype, takers=() if needed is None else needed[index])
 
 
-def _overwriting(variables: Sequence[Any]) -> set[int]:
-    """Return the positions of float8 scales. Keras stores them as they are; one rank would take the maximum."""
-    return {i for i, variable in enumerate(variables) if getattr(variable, "overwrite_with_gradient", False)}
+def _reduce_maxima(optimizer: Any, gradients: list[Any], variables: Sequence[Any], step: Any) -> list[Any]:
+    """Return gradients with those that overwrite variables being the maximum over all ranks. Collective."""
+    extremes = float8.overwriting(variables)
+    maxima = [index for index in reversed(range(len(gradients))) if index in extremes and gradients[index] is not None]
+    if not maxima:
+        return gradients
+    result = float8.undone(gradients, extremes, step)
+    specs = [_spec(i, gradients[i], variables) for i in maxima]
+    team = current.team_of(optimizer)
+    plan = team.plan(f"{key_of(optimizer)}/maximum", specs, op="max", weighted=False)
+    _replace(result, maxima, backends.current().reduce(plan, [result[i] for i in maxima]))
+    return result
 
 
 def _gather(team: Any, gradient: Any, share: Any) -> Any:
@@ -346,7 +352,7 @@ def _scale_by_share(optimizer: Any, gradients: list[Any], variables: Sequence[An
         zero = keras.ops.zeros_like(values)
         return keras.ops.where(share > 0, values * keras.ops.cast(share, values.dtype), zero)
 
-    extremes = _overwriting(variables)
+    extremes = float8.overwriting(variables)
     result = list(gradients)
     for index, gradient in enumerate(gradients):
         if gradient is None or index in extremes:

@@ -227,6 +227,15 @@ def _norms(
 
 
 def _norm(gradients: list[Any]) -> Any:
-    values = [keras.ops.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
+    values = [_dense(gradient) for gradient in gradients if gradient is not None]
     squares = [keras.ops.sum(keras.ops.square(keras.ops.cast(value, "float32"))) for value in values]
     return keras.ops.sqrt(sum(squares, start=keras.ops.zeros(())))
+
+
+def _dense(gradient: Any) -> Any:
+    """Return a gradient as a tensor: rows of an embedding come as often as they were used, and are added up."""
+    if hasattr(gradient, "dense_shape"):
+        import tensorflow as tf
+
+        return tf.convert_to_tensor(gradient)
+    return keras.ops.convert_to_tensor(gradient)

@@ -27,6 +27,7 @@ class Step:
         in_lockstep: whether all ranks run as many of these steps, so that they may exchange something in each.
         count: samples in this rank's batch, a number or a scalar tensor; None if the data has no batch axis.
         total: samples of all ranks, once they were exchanged.
+        share: what the loss was multiplied with before its gradients were taken; None: with nothing.
         offset: of a virtual rank, what its random seeds are folded with, a number or a scalar tensor; None: of a rank.
         part: the number of the virtual rank, where it is known.
         twin: whether one other rank with the same samples is imagined, instead of asking the others.
@@ -39,6 +40,7 @@ class Step:
     in_lockstep: bool
     count: Any
     total: Any = None
+    share: Any = None
     offset: Any = None
     part: int | None = None
     twin: bool = False

@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wraps a model's `train_step` and `test_step`, so that they know how many samples this rank holds, which may be none.
 
-The gradients of a rank count in proportion to its samples. A rank without samples runs the step on one sample of zeros
-with weight 0, or on a whole batch of them where the model takes no other: it takes part in every exchange, contributes
-nothing, and forgets what the zeros did to its own state, but not what the other ranks' samples did to statistics that
-all share.
+The gradients of a rank count in proportion to its samples, and so do logs, which say how many those are. A rank without
+samples runs the step on one sample of zeros with weight 0, or on a whole batch of them where the model takes no other:
+it takes part in every exchange, contributes nothing, and forgets what the zeros did to its own state, but not what the
+other ranks' samples did to statistics that all share.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import building, normalization, running, seeds
+from keras_hpc.keras_hooks import building, losses, normalization, own_steps, running, seeds
 
 StepFunction = Callable[..., Any]
+Begin = Callable[[Any], contextlib.AbstractContextManager[running.Step]]
+_SAMPLES = "_keras_hpc_samples"  # among the logs of a step, until its function returns them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +78,20 @@ def wrap(model: Any, kind: str, mode: Mode, step: StepFunction) -> StepFunction:
     """
     # The model's, the same on every rank.
     key = f"{current.job().known.key_of(model, 'model')}/{kind}"
+    is_own = not own_steps.has_own(model, f"{kind}_step")
 
-    def described(count: Any) -> running.Step:
-        return running.Step(model, key, mode.in_lockstep, count)
+    @contextlib.contextmanager
+    def begin(count: Any) -> Iterator[running.Step]:
+        this = running.Step(model, key, mode.in_lockstep, count)
+        with running.running_step(this):
+            if is_own:
+                losses.meet(this)
+            yield this
 
     make = {"jax": _jax_step, "torch": _torch_step}.get(
         keras.backend.backend(), _guarded_step if mode.may_be_empty else _plain_step
     )
-    counted = make(step, described, mode.rows)
+    counted = make(step, begin, mode.rows)
 
     @functools.wraps(step)
     def drawing_by_rank(*args: Any) -> Any:
@@ -102,51 +111,64 @@ def batch_size(data: Any) -> Any:
     return None
 
 
-def _plain_step(step: StepFunction, described: Callable[[Any], running.Step], rows: int) -> StepFunction:
+def samples_of(logs: Any) -> Any:
+    """Take the number of this rank's samples in the last step from its logs: a number or a tensor; None: unknown."""
+    return logs.pop(_SAMPLES, None) if isinstance(logs, dict) else None
+
+
+def _noted(logs: Any, count: Any) -> Any:
+    if not isinstance(logs, dict) or count is None:
+        return logs
+    known = isinstance(count, int) and keras.backend.backend() == "torch"
+    return {**logs, _SAMPLES: count if known else keras.ops.cast(count, "int32")}
+
+
+def _plain_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
     def counted(data: Any) -> Any:
-        with running.running_step(described(batch_size(data))):
-            return step(data)
+        count = batch_size(data)
+        with begin(count):
+            return _noted(step(data), count)
 
     return counted
 
 
-def _jax_step(step: StepFunction, described: Callable[[Any], running.Step], rows: int) -> StepFunction:
+def _jax_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
     def counted(state: Any, data: Any) -> Any:
         count = batch_size(data)
         empty = isinstance(count, int) and count == 0
-        with running.running_step(described(count)):
+        with begin(count) as this:
             logs, new_state = step(state, zeros(data, rows) if empty else data)
         if not empty:
-            return logs, new_state
+            return _noted(logs, count), new_state
+        logs = _noted(_without_nan(logs), count)
         if len(state) == 3:  # test_step: trainable, non-trainable, metrics
             return logs, state
         trainable, non_trainable, optimizer, _ = new_state
-        model = described(count).model
-        own = set(map(id, _own_state(model)))
-        variables = zip(model.non_trainable_variables, non_trainable, state[1], strict=True)
+        own = set(map(id, _own_state(this.model)))
+        variables = zip(this.model.non_trainable_variables, non_trainable, state[1], strict=True)
         kept = [old if id(variable) in own else new for variable, new, old in variables]
         return logs, (trainable, kept, optimizer, state[3])
 
     return counted
 
 
-def _torch_step(step: StepFunction, described: Callable[[Any], running.Step], rows: int) -> StepFunction:
+def _torch_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
     def counted(batches: Any) -> Any:
         (data,) = batches  # PyTorch's trainer runs one step at a time
-        this = described(batch_size(data))
-        empty = isinstance(this.count, int) and this.count == 0
-        variables = _own_state(this.model) if empty else []
-        before = [keras.ops.copy(variable.value) for variable in variables]
-        with running.running_step(this):
+        count = batch_size(data)
+        empty = isinstance(count, int) and count == 0
+        with begin(count) as this:
+            variables = _own_state(this.model) if empty else []
+            before = [keras.ops.copy(variable.value) for variable in variables]
             logs = step([zeros(data, rows) if empty else data])
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
-        return logs
+        return _noted(_without_nan(logs) if empty else logs, count)
 
     return counted
 
 
-def _guarded_step(step: StepFunction, described: Callable[[Any], running.Step], rows: int) -> StepFunction:
+def _guarded_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
     import tensorflow as tf
 
     def counted(data: Any) -> Any:
@@ -162,9 +184,9 @@ def _guarded_step(step: StepFunction, described: Callable[[Any], running.Step], 
             full.set_shape([None if rows == 1 else rows, *leaf.shape[1:]])
             return full
 
-        variables = _own_state(described(count).model)
-        before = [tf.identity(variable.value) for variable in variables]
-        with running.running_step(described(count)):
+        with begin(count) as this:
+            variables = _own_state(this.model)
+            before = [tf.identity(variable.value) for variable in variables]
             logs = step(keras.tree.map_structure(filled, data))
 
         def restore() -> Any:
@@ -173,9 +195,22 @@ def _guarded_step(step: StepFunction, described: Callable[[Any], running.Step], 
             return tf.constant(True)
 
         tf.cond(empty, restore, lambda: tf.constant(False))
-        return logs
+        return _noted(_without_nan(logs, empty), count)
 
     return counted
+
+
+def _without_nan(logs: Any, empty: Any = True) -> Any:
+    """Return logs of zeros that stand for no samples, from which a callback must not conclude that training failed."""
+
+    def finite(value: Any) -> Any:
+        value = keras.ops.convert_to_tensor(value)
+        if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(value.dtype)):
+            return value
+        bad = keras.ops.logical_and(empty, keras.ops.logical_not(keras.ops.isfinite(value)))
+        return keras.ops.where(bad, keras.ops.zeros_like(value), value)
+
+    return keras.tree.map_structure(finite, logs)
 
 
 def _own_state(model: Any) -> list[Any]:

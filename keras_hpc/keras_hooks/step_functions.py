@@ -89,6 +89,8 @@ def _first_step(model: Any, kind: str, function: Method) -> Method:
             args = own_steps.check(owner, args) if current.job().virtual is None else args
         with trace.step(f"{owner.name} {kind}", backends.current().mark):
             results = function(*args)
+        logs = results[0] if keras.backend.backend() == "jax" else results
+        current.job().known.model(owner).samples[kind] = step.samples_of(logs)
         if kind == "train":
             meter.after_step()
             replicas.after_step(owner, results)

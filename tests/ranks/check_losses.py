@@ -4,6 +4,7 @@
 from contextlib import nullcontext
 
 import keras
+import numpy as np
 import pytest
 from keras_cases import assert_close, enough, enough_on, job, values
 from regression import BATCH, X, Y, compare, dense
@@ -117,9 +118,10 @@ def test_a_loss_that_is_neither_is_refused():
 class OwnStep(keras.Model):
     """A model with a loss and a `train_step` of its own."""
 
-    def __init__(self, loss, *layers):
-        inputs = keras.Input((4,))
-        super().__init__(inputs, dense(*layers)(inputs))
+    def __init__(self, loss, *layers, network=None):
+        network = network or dense(*layers)
+        inputs = keras.Input((4,), dtype=network.inputs[0].dtype)
+        super().__init__(inputs, network(inputs))
         self.own_loss = loss
 
     if BACKEND == "jax":
@@ -173,6 +175,19 @@ def test_a_step_of_ones_own(loss, caplog):
         model = compare(make)
     assert "right if its loss is a mean" not in caplog.text
     keras_hpc.check_replicas(model)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="only its tape takes a vector, and has gradients of rows")
+def test_a_step_with_a_vector_of_losses_and_an_embedding():
+    def make():
+        layers = keras.layers
+        words = keras.Input((4,), dtype="int32")  # a word comes in several samples
+        outputs = layers.Dense(1)(layers.GlobalAveragePooling1D()(layers.Embedding(7, 3)(words)))
+        model = OwnStep(lambda y, p: ops.square(y - p)[:, 0], network=keras.Model(words, outputs))
+        model.compile(keras.optimizers.SGD(1e-3))
+        return model
+
+    compare(make, (np.abs(X) * 5).astype("int32") % 7)
 
 
 class OwnLoss(keras.Model):

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers in float8 on several ranks: weights, scales and the largest values seen are those of one rank."""
+
+import keras
+import pytest
+from keras_cases import enough
+from regression import X, Y, compare
+
+import keras_hpc
+
+RANKS = {"tensorflow": (2,), "jax": (2,)}  # Keras has no float8 on PyTorch
+SOAK = {"tensorflow": (3,), "jax": (3,)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _job():
+    keras_hpc.init(batch="global")
+    yield
+    keras_hpc.finalize()
+
+
+OPTIMIZERS = {
+    "plain": lambda: keras.optimizers.SGD(0.05),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=64.0),
+    "accumulating": lambda: keras.optimizers.SGD(0.05, gradient_accumulation_steps=2),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["plain", *enough(["scaled", "accumulating"])])
+def test_scales_are_those_of_one_rank(optimizer):
+    def make():
+        layers = keras.layers
+        model = keras.Sequential(
+            [  # without biases, whose gradients Keras rounds to bfloat16
+                keras.Input((4,)),
+                layers.Dense(6, "tanh", use_bias=False, dtype="float8_from_float32"),
+                layers.Dense(1, use_bias=False, dtype="float8_from_float32"),
+            ]
+        )
+        model.compile(OPTIMIZERS[optimizer](), "mse")
+        return model
+
+    # The last batches, of 16 and of 1, are of 8 and 8 samples, and of one sample and none.
+    model = compare(make, X[:33], Y[:33], tolerance=1e-5)
+    assert any("outputs_grad_amax_history" in weight.name for weight in model.trainable_weights)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logs of steps whose samples the ranks cannot share out evenly are those of one rank."""
+
+import keras
+import pytest
+from random_steps import OwnStep, size_of_outputs
+from regression import X, Y, compare
+
+import keras_hpc
+
+RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
+SOAK = {"tensorflow": (3,), "jax": (3,), "torch": (3,)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _job():
+    keras_hpc.init(batch="global")
+    yield
+    keras_hpc.finalize()
+
+
+def trained(samples, model=keras.Model, middle=None, metrics=(), **options):
+    def make():
+        inputs = keras.Input((4,))
+        x = keras.layers.Dense(3, activation="tanh")(inputs if middle is None else middle()(inputs))
+        made = model(inputs, keras.layers.Dense(1)(x))
+        made.compile("sgd", "mse", metrics=list(metrics))
+        return made
+
+    held = X[:5], Y[:5]
+    return compare(make, X[:samples], Y[:samples], validation_data=held, validation_batch_size=3, **options)
+
+
+@pytest.mark.parametrize("samples", [41, 33])  # of the last batch, of 16, ranks have 5 and 4, or 1 and none
+def test_a_step_that_gives_its_loss_to_a_mean_and_logs_it_as_it_is(samples):
+    trained(samples, OwnStep)
+
+
+def test_a_metric_that_is_one_number_for_a_batch():
+    trained(41, metrics=[size_of_outputs])
+
+
+class Share(keras.layers.Layer):
+    """Divides by a sum, which zeros do not have."""
+
+    def call(self, x):
+        return x / keras.ops.sum(keras.ops.abs(x), axis=-1, keepdims=True)
+
+
+def test_zeros_that_stand_for_no_samples_do_not_end_a_training():
+    trained(33, middle=Share, callbacks=[keras.callbacks.TerminateOnNaN()])
