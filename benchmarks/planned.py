@@ -36,9 +36,9 @@ def main():
 
     import keras_hpc
     from examples.mesh import train
-    from keras_hpc.spatial.alone import standing_in
     from keras_hpc.spatial.geometry import Grid
     from keras_hpc.tools import plan, plan_spatial, rehearsal
+    from keras_hpc.tools.alone import standing_in
 
     keras_hpc.init(spatial=arguments.parts)
     grid, backend = Grid((arguments.parts,)), keras.backend.backend()

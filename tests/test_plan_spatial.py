@@ -32,7 +32,7 @@ def few_rows():
 BY_HAND = """
 import keras_hpc
 from keras_hpc.job import current
-from keras_hpc.spatial.alone import standing_in
+from keras_hpc.tools.alone import standing_in
 from keras_hpc.spatial.geometry import Grid
 from keras_hpc.spatial.partition import plan_of
 from keras_hpc.tools import rehearsal

@@ -40,23 +40,23 @@ def arguments(argv=None):
     return parser.parse_args(argv)
 
 
-def resnet50(shape, classes, width=64, momentum=0.9):
+def resnet50(shape, classes, width=64, momentum=0.9, synchronized=False):
     """Returns the ResNet-50 of He et al. (2016), whose stride is in the 3 x 3 convolutions; logits.
 
-    Blocks begin as their shortcuts: the last gamma of each is 0 (Goyal et al., 2017). BatchNormalization is over the
-    batch of all ranks, so that it is the same on any number of them.
+    Blocks begin as their shortcuts: the last gamma of each is 0 (Goyal et al., 2017).
 
     Args:
         shape: of an image.
         classes: how many.
         width: filters of the first convolution, 64 in the paper. All others grow with it.
         momentum: of BatchNormalization's moving statistics.
+        synchronized: whether it normalizes over the batch of all ranks, instead of each rank's own.
     """
     from keras import Input, Model, layers
 
     def convolved(x, filters, kernel, strides=1, gamma="ones"):
         x = layers.Conv2D(filters, kernel, strides, padding="same", use_bias=False, kernel_initializer="he_normal")(x)
-        return layers.BatchNormalization(momentum=momentum, gamma_initializer=gamma, synchronized=True)(x)
+        return layers.BatchNormalization(momentum=momentum, gamma_initializer=gamma, synchronized=synchronized)(x)
 
     inputs = Input(shape)
     x = layers.ReLU()(convolved(inputs, width, 7, strides=2))
@@ -122,7 +122,7 @@ def main(argv=None):
     keras.utils.set_random_seed(args.seed)
     steps = args.epochs * -(-args.images // args.batch_size)
     rate = keras_hpc.schedules.WarmupPolynomial(args.learning_rate, total_steps=steps, warmup_steps=steps // 10)
-    model = resnet50((*crystals.SHAPE, 1), len(crystals.CLASSES), args.width)
+    model = resnet50((*crystals.SHAPE, 1), len(crystals.CLASSES), args.width, synchronized=True)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(rate), loss, metrics=["accuracy"])
     seconds = []

@@ -232,7 +232,7 @@ def active() -> bool:
     """Return whether this call works together with other ranks, or with other steps."""
     if _job is None or is_local():
         return False
-    # A rank that stands in for a group (`spatial.alone`) has no others in its job.
+    # A rank that stands in for a group (`tools.alone`) has no others in its job.
     return _job.size > 1 or _job.delayed or _job.virtual is not None or _job.group is not None
 
 

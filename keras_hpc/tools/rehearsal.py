@@ -3,7 +3,7 @@
 
 As many ranks as each node of the planned job will have are a job on this node: they share its cores, caches and memory,
 reduce their gradients and update their weights. Each computes a part of a sample of its own, by the very program that
-it would run in a group (`spatial.alone`).
+it would run in a group (`tools.alone`).
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ def main() -> None:
 
     import keras_hpc
     from keras_hpc.keras_hooks import parts
-    from keras_hpc.spatial.alone import standing_in
     from keras_hpc.spatial.geometry import Grid
+    from keras_hpc.tools.alone import standing_in
 
     keras_hpc.init()
     if keras_hpc.node_count() > 1:

@@ -9,9 +9,9 @@ from keras_cases import assert_identical, enough, enough_on, on_one_rank, values
 from spatial_cases import norm, ranks
 
 import keras_hpc
-from keras_hpc.spatial.alone import standing_in
 from keras_hpc.spatial.geometry import Grid
 from keras_hpc.tools import rehearsal
+from keras_hpc.tools.alone import standing_in
 
 RANKS = {"tensorflow": (2,), "torch": (2,)}
 SOAK = {"tensorflow": (2, 4), "jax": (2, 4), "torch": (4,)}
