@@ -7,14 +7,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import time
 from typing import Any
 
 import numpy as np
+
+from benchmarks import turns
 
 _BATCH = 32
 _LAYERS = 4
@@ -33,22 +33,19 @@ def measure(optimizer: str, parameters: int, steps: int, rounds: int) -> dict[st
         Milliseconds of a step, medians over all turns, of the slowest rank; bytes that the optimizer keeps on the rank
         that keeps the most.
     """
-    times: dict[bool, list[float]] = {False: [], True: []}
-    kept = {False: 0, True: 0}
-    count = 0
-    for turn in range(2 * rounds):
-        shard = turn % 4 in (1, 2)  # whole, sharded, sharded, whole
-        taken, kept[shard], count = _train(shard, optimizer, parameters, steps)
-        times[shard].extend(taken)
-    whole, sharded = (1e3 * statistics.median(times[shard]) for shard in (False, True))
+    found = turns.in_turns(lambda shard: _train(shard, optimizer, parameters, steps), rounds)
+    whole, sharded = (
+        1e3 * statistics.median(time for taken, *_ in found[shard] for time in taken) for shard in (False, True)
+    )
+    (_, whole_bytes, count), (_, sharded_bytes, _) = found[False][-1], found[True][-1]
     return {
         "parameters": count,
         "whole_ms": round(whole, 2),
         "sharded_ms": round(sharded, 2),
         "ratio": round(sharded / whole, 3),
-        "whole_bytes": kept[False],
-        "sharded_bytes": kept[True],
-        "kept": round(kept[True] / max(kept[False], 1), 4),
+        "whole_bytes": whole_bytes,
+        "sharded_bytes": sharded_bytes,
+        "kept": round(sharded_bytes / max(whole_bytes, 1), 4),
     }
 
 
@@ -96,11 +93,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["KERAS_BACKEND"] = arguments.backend
     row: dict[str, Any] = {"backend": arguments.backend, "optimizer": arguments.optimizer}
-    row |= measure(arguments.optimizer, arguments.parameters, arguments.steps, arguments.rounds)
-    from mpi4py import MPI
-
-    if MPI.COMM_WORLD.rank == 0:
-        sys.stdout.write(json.dumps(row | {"ranks": MPI.COMM_WORLD.size}) + "\n")
+    turns.write(row | measure(arguments.optimizer, arguments.parameters, arguments.steps, arguments.rounds))
 
 
 if __name__ == "__main__":

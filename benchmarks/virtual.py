@@ -8,40 +8,36 @@ rank has one thread in both cases, as virtual ranks have by default.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import time
 from typing import Any
 
 import numpy as np
 
+from benchmarks import turns
+
 MODELS = ("lenet", "resnet50", "mlp")
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "NPROC")
 
 
-def measure(model: str, size: int | None, steps: int, rounds: int) -> dict[str, Any]:
+def measure(model: str, steps: int, rounds: int) -> dict[str, Any]:
     """Trains a network plainly and with virtual ranks, in turns, each in a job of its own. Collective.
 
     Args:
         model: its name in `examples.cnn.networks`.
-        size: pixels of an image, each way; None: as the network has it.
         steps: of each turn that are timed.
         rounds: turns of each.
 
     Returns:
         Milliseconds of a step, medians of turns, of the slowest rank, and their ratio.
     """
-    times: dict[bool, list[float]] = {False: [], True: []}
-    for turn in range(2 * rounds):
-        virtual = turn % 4 in (1, 2)  # plain, virtual, virtual, plain
-        times[virtual].append(_train(virtual, model, size, steps))
-    plain, virtual_ms = (1e3 * statistics.median(times[virtual]) for virtual in (False, True))
-    return {"plain_ms": round(plain, 2), "virtual_ms": round(virtual_ms, 2), "ratio": round(virtual_ms / plain, 3)}
+    found = turns.in_turns(lambda virtual: _train(virtual, model, steps), rounds)
+    plain, parts = (1e3 * statistics.median(found[virtual]) for virtual in (False, True))
+    return {"plain_ms": round(plain, 2), "virtual_ms": round(parts, 2), "ratio": round(parts / plain, 3)}
 
 
-def _train(virtual: bool, name: str, size: int | None, steps: int) -> float:
+def _train(virtual: bool, name: str, steps: int) -> float:
     import keras
     from mpi4py import MPI
 
@@ -51,8 +47,7 @@ def _train(virtual: bool, name: str, size: int | None, steps: int) -> float:
     keras_hpc.init(virtual_ranks=MPI.COMM_WORLD.size if virtual else None)
     keras.utils.set_random_seed(1)
     network = NETWORKS[name]
-    shape = network.shape_of(size)
-    model = network.build(shape, network.classes)
+    model = network.build(network.shape, network.classes)
     model.compile(
         keras.optimizers.SGD(0.01, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     )
@@ -60,7 +55,7 @@ def _train(virtual: bool, name: str, size: int | None, steps: int) -> float:
 
     def train(steps: int) -> float:
         count = network.batch_size * keras_hpc.size() * steps
-        x, y = rng.normal(size=(count, *shape)).astype("float32"), np.zeros(count, "int32")
+        x, y = rng.normal(size=(count, *network.shape)).astype("float32"), np.zeros(count, "int32")
         keras_hpc.barrier()
         begin = time.perf_counter()
         model.fit(x, y, network.batch_size, verbose=0, shuffle=False)
@@ -80,7 +75,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("tensorflow", "jax", "torch"), default="torch", help="(default: torch)")
     parser.add_argument("--model", choices=MODELS, default="lenet", help="(default: lenet)")
-    parser.add_argument("--image-size", type=int, metavar="PIXELS", help="(default: the network's own)")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed, of a turn (default: 20)")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="turns of each kind (default: 4)")
     arguments = parser.parse_args()
@@ -88,11 +82,7 @@ def main() -> None:
     for name in _THREADS:
         os.environ.setdefault(name, "1")
     row: dict[str, Any] = {"backend": arguments.backend, "model": arguments.model}
-    row |= measure(arguments.model, arguments.image_size, arguments.steps, arguments.rounds)
-    from mpi4py import MPI
-
-    if MPI.COMM_WORLD.rank == 0:
-        sys.stdout.write(json.dumps(row | {"ranks": MPI.COMM_WORLD.size}) + "\n")
+    turns.write(row | measure(arguments.model, arguments.steps, arguments.rounds))
 
 
 if __name__ == "__main__":

@@ -115,6 +115,26 @@ def test_crowded(run_ranks, tmp_path):
     assert 0 <= making["seconds"] < 60  # rounded
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (("sharded", "--parameters", "50000"), ("whole_ms", "sharded_ms")),
+        (("virtual", "--model", "lenet"), ("plain_ms", "virtual_ms")),
+    ],
+    ids=["sharded", "virtual"],
+)
+def test_ways_to_train_in_turns(words, names, run_ranks):
+    kind, *options = words
+    args = ["-m", f"benchmarks.{kind}", "--backend", "torch", "--steps", "3", "--rounds", "2", *options]
+    output = run_ranks(2, args, timeout=200).output
+    (row,) = [json.loads(line) for line in output.splitlines() if line.startswith('{"backend"')]
+    assert row["ranks"] == 2
+    first, second = (row[name] for name in names)
+    assert first > 0
+    assert row["ratio"] == pytest.approx(second / first, abs=0.01)
+
+
 def test_pipelined_reports_steps_of_each_way(run_ranks, tmp_path):
     try:
         with Hosts(1):

@@ -25,12 +25,30 @@ from examples.studies import epochs_to, learning_speedup
 
 EVERY = (1, 8, 32, "epoch")
 OUTERS = ("none", "nesterov")
-TARGETS = {"digits": 0.15, "jets": 0.45}  # loss of tests, which a run must reach for its learning speed-up
-HEADINGS = {"digits": "Digits:", "jets": "Jets, by the HEP-CNN:"}
-QUALITIES = {"digits": "test accuracy", "jets": "area under the ROC curve"}
 EXPOSED = PARTS["exposed"]  # as DeepEx names it
 TIME_LIMIT_S = 600  # of a run
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """How a task of `train.py` is judged.
+
+    Attributes:
+        heading: of its table.
+        quality: what its quality.json says.
+        target: loss of tests, which a run must reach for its learning speed-up.
+    """
+
+    heading: str
+    quality: str
+    target: float
+
+
+TASKS = {
+    "digits": Task("Digits:", "test accuracy", 0.15),
+    "jets": Task("Jets, by the HEP-CNN:", "area under the ROC curve", 0.45),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +112,7 @@ def train(run, args, core=0):
         words = [word for option in options.items() if option[1] is not None for word in option]
         with (folder / "log.txt").open("w") as log:
             launch.run("examples.localsgd.train", words, ranks=run.ranks, core=core, timeout=TIME_LIMIT_S, output=log)
-    print(f"{run.task}, {run.way}, seed {run.seed}: {QUALITIES[run.task]} {outcome(run, args)[1]:.3f}", flush=True)
+    print(f"{run.task}, {run.way}, seed {run.seed}: {TASKS[run.task].quality} {outcome(run, args)[1]:.3f}", flush=True)
 
 
 def outcome(run, args):
@@ -117,7 +135,7 @@ def summarize(found):
         seconds, waited = (
             [float(np.median([line[name] for line in lines])) for lines in rest] for name in ("seconds", "waited")
         )
-        pace[way] = [(t, epochs_to(lines, TARGETS[task])) for t, lines in zip(seconds, histories, strict=True)]
+        pace[way] = [(t, epochs_to(lines, TASKS[task].target)) for t, lines in zip(seconds, histories, strict=True)]
         loss = [lines[-1]["val_loss"] for lines in histories]
         reached = [n for _, n in pace[way] if n is not None]
         spread = len(histories) > 1
@@ -144,8 +162,8 @@ def markdown(table):
     """Returns the summary of a task as a table of Markdown."""
     task = table[0]["task"]
     head = (
-        "ranks average", QUALITIES[task], "test loss", "MB reduced in an epoch", "s of an epoch",
-        f"of it {EXPOSED}", f"epochs to a loss of {TARGETS[task]}", "S_L",
+        "ranks average", TASKS[task].quality, "test loss", "MB reduced in an epoch", "s of an epoch",
+        f"of it {EXPOSED}", f"epochs to a loss of {TASKS[task].target}", "S_L",
     )  # fmt: skip
     lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
     for row in table:
@@ -179,8 +197,8 @@ def draw(found, tables_of, path):
             curves.plot(range(1, losses.shape[1] + 1), losses.mean(axis=0), color=f"C{number % 10}", label=row["way"])
         bars.set_yticks(range(len(table)), [row["way"] for row in table])
         bars.invert_yaxis()
-        bars.set_xlabel(f"{task}: {QUALITIES[task]}; bars: spread over the seeds")
-        curves.axhline(TARGETS[task], color="0.7", linestyle=":")
+        bars.set_xlabel(f"{task}: {TASKS[task].quality}; bars: spread over the seeds")
+        curves.axhline(TASKS[task].target, color="0.7", linestyle=":")
         curves.set(xlabel="epoch", ylabel=f"{task}: loss of tests, mean of the seeds", yscale="log")
         curves.legend(fontsize="small")
     summary = list(itertools.chain(*tables_of.values()))
@@ -193,7 +211,7 @@ def main(argv=None):
     seeds = range(1, args.seeds + 1)
     ways = [(0, "none"), *itertools.product(EVERY, OUTERS)]
     found, summaries = {}, {}
-    for task in TARGETS:
+    for task in TASKS:
         alone = [Run(task, 1, 0, "none", seed) for seed in seeds]
         together = [Run(task, 2, every, outer, seed) for (every, outer), seed in itertools.product(ways, seeds)]
         launch.two_at_a_time(lambda run, core: train(run, args, core), alone)
@@ -210,7 +228,7 @@ def main(argv=None):
     tables.write(args.out / "curves.csv", curves)
     tables.write(args.out / "summary.csv", list(itertools.chain(*summaries.values())))
     draw(found, summaries, args.out / "study.png")
-    text = "\n".join(f"{HEADINGS[task]}\n\n{markdown(table)}" for task, table in summaries.items())
+    text = "\n".join(f"{TASKS[task].heading}\n\n{markdown(table)}" for task, table in summaries.items())
     (args.out / "table.md").write_text(text, encoding="utf-8")
     if args.readme:
         here = Path(__file__).parent

@@ -317,8 +317,8 @@ def _spec(index: int, gradient: Any, variables: Sequence[Any], needed: Sequence[
 
 def _reduce_maxima(optimizer: Any, gradients: list[Any], variables: Sequence[Any], step: Any) -> list[Any]:
     """Return gradients with those that overwrite variables being the maximum over all ranks. Collective."""
-    extremes = float8.overwriting(variables)
-    maxima = [index for index in reversed(range(len(gradients))) if index in extremes and gradients[index] is not None]
+    extremes, local = float8.overwriting(variables), model_variables.known_local()
+    maxima = [i for i in sorted(extremes, reverse=True) if gradients[i] is not None and id(variables[i]) not in local]
     if not maxima:
         return gradients
     result = float8.undone(gradients, extremes, step)

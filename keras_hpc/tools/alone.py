@@ -36,6 +36,8 @@ class Alone(Group):
 def standing_in(grid: Grid, rank: int) -> Iterator[None]:
     """Let models that are compiled meanwhile be those of one rank of a group, which also run meanwhile. Collective.
 
+    In a job without groups, hooks for them stay until `finalize()`.
+
     Args:
         grid: how the ranks of the group are arranged.
         rank: of them, any on each rank of the job.
