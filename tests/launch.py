@@ -31,9 +31,11 @@ def _xla_flags() -> str:
         "--xla_cpu_parallel_codegen_split_count=1",
     ]
     # JAX refuses what it does not know. 0.5 computes weight gradients last unless told otherwise: docs/design.md.
-    old = importlib.metadata.version("jaxlib").startswith("0.5.")
-    concurrency = "--xla_cpu_enable_concurrency_optimized_scheduler=true"
-    flags.append(concurrency if old else "--xla_cpu_use_fusion_emitters=false")
+    version = tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2])
+    if version == (0, 5):
+        flags.append("--xla_cpu_enable_concurrency_optimized_scheduler=true")
+    elif version < (0, 11):
+        flags.append("--xla_cpu_use_fusion_emitters=false")
     return " ".join(flags)
 
 

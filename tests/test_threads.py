@@ -26,6 +26,17 @@ def test_threads_of_a_team(nodes, cores, fewest, teams, threads):
     assert launch.threads_per_team(world, 3, cores, fewest, teams, needs_thread=True) == 3
 
 
+@pytest.mark.parametrize(
+    ("nodes", "fewest", "teams", "threads"),
+    [([0, 0], 16, 1, 4), ([0, 0], 2, 1, 1), ([0, 0, 1], 12, 1, 3), ([0, 1], 64, 2, 2), ([0], 64, 1, 0)],
+)
+def test_threads_of_a_team_on_gpus(nodes, fewest, teams, threads):
+    world = launch.World(None, 0, len(nodes), nodes)
+    options = {"needs_thread": True, "on_gpus": True}
+    assert launch.threads_per_team(world, "auto", 99, fewest, teams, **options) == threads
+    assert launch.threads_per_team(world, 1, 99, fewest, teams, **options) == 1
+
+
 def test_a_backend_that_needs_a_thread_has_one():
     world = launch.World(None, 0, 2, [0, 0])
     assert launch.threads_per_team(world, "auto", 2, 2, 1, needs_thread=True) == 1

@@ -15,4 +15,4 @@ def say(probe: str, what: str, value: float, unit: str, target: str = "", *, hol
 
 
 # In the order of the report.
-EXPECTED = ["P1", "P2", "P3", "P4", "P5", "P6", "P7", "S1", "S2", "S3", "C1", "C2", "J1", "fit", "allreduce"]
+EXPECTED = ["P1", "P2", "P3", "P4", "P5", "P6", "P7", "S1", "S2", "S3", "C1", "C2", "J1", "N1", "fit", "allreduce"]

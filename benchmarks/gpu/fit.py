@@ -73,15 +73,18 @@ def main() -> None:
     parser.add_argument("--model", choices=["resnet50", "mlp", "tiny"], default="mlp")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--threads", type=int, help="communication threads of a rank; else as init() does")
     parser.add_argument("--kept", type=Path, required=True, help="a file that keeps the times of earlier modes")
     arguments = parser.parse_args()
     kept = json.loads(arguments.kept.read_text()) if arguments.kept.is_file() else {}
     about = f"{keras.config.backend()}, {arguments.model}"
+    if arguments.threads:
+        about += f", {arguments.threads} threads"
     rank = 0
     if arguments.mode != "plain":
         import keras_hpc
 
-        keras_hpc.init(shard=False)
+        keras_hpc.init(shard=False, threads_per_team=arguments.threads or "auto")
         rank = keras_hpc.rank()
     batch = 1 if arguments.mode == "light" and rank > 0 else arguments.batch
     model, x, y = network(arguments.model, batch)

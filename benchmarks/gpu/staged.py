@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--mib", type=float, default=100.0, help="gradients of a step")
     parser.add_argument("--tensors", type=int, default=50)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--threads", type=int, default=1, help="communication threads of a rank")
     parser.add_argument("--largest", type=int, default=256 << 20, help="bytes, of the table")
     arguments = parser.parse_args()
     if arguments.what == "copies":
@@ -37,10 +38,10 @@ def main() -> None:
         return
     world = launch.connect(None)
     ordinal = world.local_rank % len(_native.visible_devices())
-    team = make_team(world, 0, 1, 60.0, 30.0)
+    team = make_team(world, 0, arguments.threads, 60.0, 30.0)
     try:
         check_bits(team, ordinal, arguments.steps)
-        measure_sizes(team, ordinal, arguments.largest)
+        measure_sizes(team, ordinal, arguments.largest, arguments.threads)
     finally:
         team.close()
         world.close()
@@ -112,7 +113,7 @@ def check_bits(team: Team, ordinal: int, steps: int) -> None:
         say("C1", "ranks with other bits than rank 0", 0 if equal else 1, "", "0", holds=equal)
 
 
-def measure_sizes(team: Team, ordinal: int, largest: int) -> None:
+def measure_sizes(team: Team, ordinal: int, largest: int, threads: int) -> None:
     """Print milliseconds by size: of a plan on GPUs, of a call on GPUs, and of a plan and a call on the host."""
     size = 4096
     while size <= largest:
@@ -143,13 +144,13 @@ def measure_sizes(team: Team, ordinal: int, largest: int) -> None:
         ways = {"plan, GPU": plan_on_gpu, "plan, host": plan_on_host, "call, GPU": call_on_gpu}
         ways["call, host"] = call_on_host
         usable = plans[0].device is not None and not plans[0].is_idle
-        for name, milliseconds in _times(team, {k: v for k, v in ways.items() if usable or k != "plan, GPU"}):
+        for name, milliseconds in times_of(team, {k: v for k, v in ways.items() if usable or k != "plan, GPU"}):
             if team.rank == 0:
-                say("allreduce", f"{size >> 10} KiB, {name}", milliseconds, "ms")
+                say("allreduce", f"{size >> 10} KiB, {name}, {threads} threads", milliseconds, "ms")
         size *= 8
 
 
-def _times(team: Team, ways: dict[str, Callable[[], None]], repeats: int = 7) -> Sequence[tuple[str, float]]:
+def times_of(team: Team, ways: dict[str, Callable[[], None]], repeats: int = 7) -> Sequence[tuple[str, float]]:
     found = []
     for name, way in ways.items():
         seconds = []

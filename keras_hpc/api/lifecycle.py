@@ -48,8 +48,8 @@ def init(
         teams: number of teams. Each has communicators and communication threads of its own, so that models assigned
             to different teams (`assign_team`) reduce their gradients at the same time.
         threads_per_team: communication threads of each team on each rank. "auto": none where ranks fill the cores of
-            a single node; where each node has one rank, one for each 8 cores, at most 4 for all teams; else one. JAX
-            always needs one.
+            a single node; where each node has one rank, one for each 8 cores, and on GPUs one for each 2 cores of a
+            rank's share, at most 4 for all teams; else one. JAX always needs one.
         shard: give every rank its own part of the data sets passed to `fit` and `evaluate`. False for scripts that
             already read their own part.
         batch: "local": `batch_size` is one rank's batch. "global": it is divided among the ranks.
@@ -128,7 +128,9 @@ def init(
             if gpu is not None or device == "cpu":
                 undo.enter_context(backend.use_device(gpu))
             needs_thread = backend.NEEDS_THREAD
-            threads = launch.threads_per_team(world, threads_per_team, cores, fewest, teams, needs_thread=needs_thread)
+            threads = launch.threads_per_team(
+                world, threads_per_team, cores, fewest, teams, needs_thread=needs_thread, on_gpus=gpu is not None
+            )
             shares = ""
             if world.size > 1 or virtual_ranks is not None:
                 limit = functools.partial(backend.limit_threads, teams=teams)

@@ -18,7 +18,7 @@ from jax._src import (
 )
 from jax.interpreters import mlir
 
-from keras_hpc.backends import jax_chain, jax_device, jax_exchange, jax_ordered, library_path
+from keras_hpc.backends import jax_chain, jax_exchange, jax_ordered, library_path
 from keras_hpc.backends import jax_pieces as pieces  # noqa: F401 (others use it)
 from keras_hpc.backends.jax_device import number_of_gpu
 from keras_hpc.backends.jax_device import sees_gpus as sees_gpus
@@ -38,6 +38,8 @@ _TURN, _SECOND = "khpc_jax_turn", "khpc_jax_second"
 _LOCAL = "khpc_jax_local_begin", "khpc_jax_local_anchor"
 _START_ON, _WAIT_ON = "khpc_jax_start_on", "khpc_jax_wait_on"
 _TURN_ON, _SECOND_ON = "khpc_jax_turn_on", "khpc_jax_second_on"
+_ON_HOST = (_START, _DONE, _TURN, _SECOND, jax_ordered.TARGET, jax_exchange.TARGET, *_LOCAL)
+ON_GPU = (_START_ON, _WAIT_ON, _TURN_ON, _SECOND_ON, jax_ordered.TARGET_ON)
 
 
 @functools.cache
@@ -59,10 +61,8 @@ def load() -> None:
         )
     path = library_path("keras_hpc_jax")
     library = ctypes.CDLL(path)
-    on_host = (_START, _DONE, _TURN, _SECOND, jax_ordered.TARGET, jax_exchange.TARGET, *_LOCAL)
-    on_gpu = (_START_ON, _WAIT_ON, _TURN_ON, _SECOND_ON, jax_ordered.TARGET_ON)
     platform = "cpu" if devices[0].platform == "cpu" else "CUDA"
-    for name in on_host if number_of_gpu() is None else on_gpu:
+    for name in _ON_HOST if number_of_gpu() is None else ON_GPU:
         try:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform=platform)
         except jax.errors.JaxRuntimeError as error:
@@ -362,13 +362,8 @@ def _lower_handler(
     return results
 
 
-def _lower_on_gpu(ctx: Any, *xs: Any, target: str, **options: Any) -> Sequence[Any]:
-    results: Sequence[Any] = _lower_handler(ctx, *xs, target=target, **options)
-    return jax_device.scheduled(results, jax_device.EARLIEST if target == _START_ON else jax_device.LATEST)
-
-
-mlir.register_lowering(_handler_p, _lower_handler, platform="cpu")
-mlir.register_lowering(_handler_p, _lower_on_gpu, platform="cuda")
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(_handler_p, _lower_handler, platform=_platform)
 
 
 def check_when_run(check: Callable[..., None], *values: Any) -> None:

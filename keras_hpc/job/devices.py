@@ -25,6 +25,7 @@ class Device:
         uuid: the same in all processes.
         bus_id: where it is in this node.
         ranks: how many ranks of this node compute on it.
+        leads: whether this rank is the first of them.
     """
 
     ordinal: int
@@ -32,6 +33,7 @@ class Device:
     uuid: str
     bus_id: str
     ranks: int = 1
+    leads: bool = True
 
 
 def check_argument(device: Any) -> None:
@@ -100,7 +102,7 @@ def of_rank(world: World, backend: ModuleType, asked: int | Literal["auto", "cpu
         name, uuid, bus_id = seen[number]
         taken = [_number(ranks, other) for other in range(len(ranks))]
         sharing = [other for other, its in enumerate(taken) if its is not None and ranks[other][1][its] == uuid]
-        return Device(number, name, uuid, bus_id, len(sharing))
+        return Device(number, name, uuid, bus_id, len(sharing), sharing[0] == world.local_rank)
 
     return on_all_ranks(world, decided)
 
@@ -122,10 +124,10 @@ def _number(ranks: Sequence[tuple[str, Sequence[str]]], local_rank: int) -> int 
 
 
 def tell(device: Device, rank: int) -> None:
-    """Say on the first rank what it computes on, and on each whose GPU has to do for several ranks."""
+    """Say on the first rank what it computes on, and once for each GPU that has to do for several ranks."""
     if rank == 0:
         log.info(f"rank 0 computes on GPU {device.ordinal} ({device.name}, {device.uuid})")
-    if device.ranks > 1:
+    if device.ranks > 1 and device.leads:
         log.warning(
             f"{device.ranks} ranks of this node compute on one GPU ({device.uuid}): they take turns, and share its "
             "memory. Start one rank for each GPU, unless this is a test."

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -28,8 +29,9 @@ _SIZE_VARIABLES = {
     "PMI_SIZE": "an mpiexec or srun that speaks PMI (MPICH, Intel MPI)",
     "SLURM_STEP_NUM_TASKS": "srun",
 }
-# Of communication, where each node has one rank: one for so many cores, at most so many.
-_CORES_PER_THREAD, _MOST_THREADS = 8, 4
+# Of communication, where each node has one rank: one for so many cores, at most so many. On GPUs: for so many of a
+# rank's own cores, which have little else to do.
+_CORES_PER_THREAD, _MOST_THREADS, _CORES_PER_THREAD_ON_GPUS = 8, 4, 2
 _SRUN_HINT = (
     "srun needs to be told how this MPI library finds its peers: `srun --mpi=pmi2` for MPICH and Intel MPI, "
     "`srun --mpi=pmix` for Open MPI (`srun --mpi=list` shows what your site has)."
@@ -210,13 +212,20 @@ def cores_of_nodes(world: World) -> tuple[int, int]:
 
 
 def threads_per_team(
-    world: World, asked: int | Literal["auto"], cores: int, fewest: int, teams: int, *, needs_thread: bool
+    world: World,
+    asked: int | Literal["auto"],
+    cores: int,
+    fewest: int,
+    teams: int,
+    *,
+    needs_thread: bool,
+    on_gpus: bool = False,
 ) -> int:
     """The number of communication threads of a team, the same on all ranks.
 
     Where ranks fill the cores of a single node, a thread hides nothing and only takes time from the step. Where each
     node has one rank and many cores, several threads share the passes over memory that a reduction makes: see
-    docs/simulation.md.
+    docs/simulation.md. So they do where ranks compute on GPUs: a core adds up far less than a GPU's bus brings.
 
     Args:
         world: the ranks.
@@ -225,6 +234,7 @@ def threads_per_team(
         fewest: cores of any node.
         teams: of this job.
         needs_thread: whether the backend cannot do without.
+        on_gpus: whether ranks compute on GPUs.
 
     Raises:
         ValueError: no thread asked for, but the backend needs one.
@@ -238,6 +248,9 @@ def threads_per_team(
         return asked
     if world.size == 1:
         return 0
+    if on_gpus:
+        share = fewest // max(collections.Counter(world.node_of_rank).values())
+        return max(1, min(_MOST_THREADS, share // _CORES_PER_THREAD_ON_GPUS) // teams)
     if world.node_count == world.size:
         return max(1, min(_MOST_THREADS, fewest // _CORES_PER_THREAD) // teams)
     return int(needs_thread or world.node_count > 1 or cores > world.size)

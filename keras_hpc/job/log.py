@@ -17,6 +17,7 @@ def info(text: str) -> None:
 
 def warning(text: str) -> None:
     """Log one warning from this rank."""
+    _show_notices()
     _log.warning(text)
 
 

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
 from keras_hpc import _native
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
+# NCCL's own switch, from 2.30: several ranks of a communicator may share a GPU.
+_SHARING, _SHARES_FROM = "NCCL_MULTI_RANK_GPU_ENABLE", 23000
 
 
 def load() -> int:
@@ -26,6 +29,16 @@ def load() -> int:
     return int(_native.load_nccl())
 
 
+def describe() -> str:
+    """Return the version of the library, and when plans use it; or why there is none. One line."""
+    try:
+        version = load()
+    except _native.Error as error:
+        return str(error)
+    number = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    return f"{number}, for plans that KERAS_HPC_ALLREDUCE=device:0-=nccl names; else gradients go through the host"
+
+
 def agree(plan: Any, device: int) -> bytes:
     """Return what lets the ranks' GPUs find each other, for `Plan.open_nccl`. Collective.
 
@@ -36,19 +49,20 @@ def agree(plan: Any, device: int) -> bytes:
     Raises:
         CommunicationError: NCCL cannot reduce this plan; on all ranks, with the first rank's reason.
     """
-    team, problem, number = plan.team, "", b""
+    team, problem, number, may_share = plan.team, "", b"", False
     try:
         problem = _obstacle(plan)
         if not problem:
-            load()
+            may_share = load() >= _SHARES_FROM and os.environ.get(_SHARING, "0") != "0"
             number = _native.nccl_id() if team.rank == 0 else b""
         uuid = _native.visible_devices()[device][1]
     except _native.Error as error:
         problem, uuid = str(error), ""
-    everyone = team.allgather_object([problem, uuid, number], "open_nccl")
-    problems = [text for text, _, _ in everyone if text]
-    if not problems and len({uuid for _, uuid, _ in everyone}) < team.size:
-        problems = ["ranks share a GPU, and NCCL wants one for each"]
+    everyone = team.allgather_object([problem, uuid, number, may_share], "open_nccl")
+    problems = [text for text, *_ in everyone if text]
+    sharing = len({uuid for _, uuid, *_ in everyone}) < team.size
+    if not problems and sharing and not all(may_share for *_, may_share in everyone):
+        problems = [f"ranks share a GPU, and NCCL wants one for each; from 2.30 on {_SHARING}=1 lets them share"]
     if problems:
         raise _native.Error(problems[0])
     found: bytes = everyone[0][2]

@@ -14,7 +14,7 @@ SOAK = {"tensorflow": (3,), "jax": (3,)}
 
 @pytest.fixture(scope="module", autouse=True)
 def _job():
-    keras_hpc.init(batch="global", device="cpu")
+    keras_hpc.init(batch="global")
     yield
     keras_hpc.finalize()
 

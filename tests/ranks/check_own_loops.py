@@ -73,8 +73,8 @@ def test_optimizers_of_pytorch(kind):
         return values(model)
 
     whole = X[: 10 * job().size], Y[: 10 * job().size]
-    alone = on_one_rank(lambda: train(*map(torch.tensor, whole)))
-    together = train(*map(torch.tensor, keras_hpc.shard(whole)))
+    alone = on_one_rank(lambda: train(*map(ops.convert_to_tensor, whole)))
+    together = train(*map(ops.convert_to_tensor, keras_hpc.shard(whole)))
     assert_identical(together)
     assert_close(together, alone, 3e-6)
 

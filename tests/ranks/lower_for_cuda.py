@@ -1,4 +1,7 @@
-"""Prints what JAX makes of a training step's reductions for a GPU: the program that XLA's compiler gets."""
+"""Prints what JAX makes of a training step's reductions for a GPU: the program that XLA's compiler gets.
+
+`compile`: what XLA's compiler makes of it, for a GPU that need not be here.
+"""
 
 import sys
 
@@ -6,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu import order
 from keras_hpc.backends import jax as backend
 from keras_hpc.backends import jax_device
 
@@ -24,5 +28,9 @@ def step(x, w1, w2, due):
 
 matrix = jax.ShapeDtypeStruct((4, 4), np.float32)
 arguments = (matrix, matrix, matrix, jax.ShapeDtypeStruct((), np.bool_))
-lowered = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",))
-sys.stdout.write(lowered.compiler_ir("hlo").as_hlo_text())
+if sys.argv[1:] == ["compile"]:
+    text = order.compiled(step, *arguments)
+else:
+    lowered = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",))
+    text = lowered.compiler_ir("hlo").as_hlo_text()
+sys.stdout.write(text)
