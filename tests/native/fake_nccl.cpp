@@ -284,7 +284,8 @@ EXPORT int ncclCommInitRank(void** handle, int size, Id id, int rank) {
     if (epoch != now) return kSystemError;
   }
   shm_unlink(id.name);
-  for (int r = 0; r < size; ++r)
+  const char* may_share = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  for (int r = 0; r < size && (may_share == nullptr || *may_share == '0'); ++r)
     if (r != rank && comm->shared->device[r] == comm->shared->device[rank]) return kInvalidUsage;
   const std::lock_guard lock(world);
   comms[comm.get()] = comm;
