@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""J1: how early XLA schedules the starts of reductions: `python -m benchmarks.gpu.order`.
+"""J1: how early XLA schedules the starts of reductions: `python -m benchmarks.gpu.order [mlp] [resnet50]`.
 
-A perceptron's step is compiled for an H100, which need not be here: JAX's plugin for CUDA and `ptxas` are enough. A
+A training step is compiled for an H100, which need not be here: JAX's plugin for CUDA and `ptxas` are enough. A
 scheduled program lists its instructions in the order in which they are queued. Of the starts, those before the last
 gradient's kernel are the ones that overlap with backward.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,12 @@ def _kernel(lines: list[tuple[str, str]], place: dict[str, int], name: str) -> i
     return place[name]
 
 
+def need_no_gpu() -> None:
+    """Let JAX use its compiler for GPUs without one. Before it starts its backends."""
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # else the plugin is refused without a driver
+    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"  # which would run kernels
+
+
 def compiled(step: Callable[..., Any], *arguments: Any) -> str:
     """Return the scheduled program that XLA makes of a function for an H100, which need not be here.
 
@@ -52,8 +59,6 @@ def compiled(step: Callable[..., Any], *arguments: Any) -> str:
         step: calls the engine's handlers as on a GPU.
         arguments: their shapes and dtypes.
     """
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # else the plugin is refused without a driver
-    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"  # which would run kernels
     import jax
     from jax.experimental import topologies
 
@@ -72,34 +77,41 @@ def compiled(step: Callable[..., Any], *arguments: Any) -> str:
     return text
 
 
-def perceptron(layers: int = 6, width: int = 1024) -> tuple[Callable[..., Any], list[Any]]:
-    """Return a training step of a perceptron, and the shapes of its arguments."""
+def step_of(name: str, batch: int = 64) -> tuple[Callable[..., Any], list[Any]]:
+    """Return a training step of one of the networks of `fit`, and the shapes of its arguments."""
     import jax
     import jax.numpy as jnp
 
+    from benchmarks.gpu.fit import network
     from keras_hpc.backends import jax as backend
 
-    def loss(weights: Any, x: Any) -> Any:
-        for matrix, bias in weights:
-            x = jax.nn.relu(x @ matrix + bias)
-        return jnp.mean(x**2)
+    model, x, _ = network(name, 1)
 
-    def step(weights: Any, x: Any) -> Any:
-        gradients, structure = jax.tree.flatten(jax.grad(loss)(weights, x))
+    def loss(weights: Any, state: Any, x: Any) -> Any:
+        outputs, state = model.stateless_call(weights, state, x, training=True)
+        return jnp.mean(outputs**2), state
+
+    def step(weights: Any, state: Any, x: Any) -> Any:
+        gradients, state = jax.grad(loss, has_aux=True)(weights, state, x)
         means = backend._start_and_done(0, gradients, jnp.float32(len(x)), None)
-        return jax.tree.map(lambda weight, mean: weight - 0.1 * mean, weights, jax.tree.unflatten(structure, means))
+        return [weight - 0.1 * mean for weight, mean in zip(weights, means, strict=True)], state
 
-    shape = jax.ShapeDtypeStruct
-    weights = [(shape((width, width), "float32"), shape((width,), "float32"))] * layers
-    return step, [weights, shape((2 * width, width), "float32")]
+    def shapes(arrays: Any) -> list[Any]:
+        return [jax.ShapeDtypeStruct(array.shape, "float32") for array in arrays]
+
+    variables = [shapes(model.trainable_variables), shapes(model.non_trainable_variables)]
+    return step, [*variables, jax.ShapeDtypeStruct((batch, *x.shape[1:]), "float32")]
 
 
 def main() -> None:
-    """Compile a step, and print what its program says."""
-    step, arguments = perceptron()
-    before, total = early(compiled(step, *arguments))
-    part = before / total if total else -0.01
-    say("J1", f"starts before the last gradient's kernel, of {total}", 100 * part, "%", ">= 80", holds=part >= 0.8)
+    """Compile steps, and print what their programs say."""
+    need_no_gpu()
+    for name in sys.argv[1:] or ["mlp", "resnet50"]:
+        step, arguments = step_of(name)
+        before, total = early(compiled(step, *arguments))
+        part = before / total if total else -0.01
+        what = f"{name}: starts before the last gradient's kernel, of {total}"
+        say("J1", what, 100 * part, "%", ">= 80", holds=part >= 0.8)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ def step(x, w1, w2, due):
 matrix = jax.ShapeDtypeStruct((4, 4), np.float32)
 arguments = (matrix, matrix, matrix, jax.ShapeDtypeStruct((), np.bool_))
 if sys.argv[1:] == ["compile"]:
+    order.need_no_gpu()
     text = order.compiled(step, *arguments)
 else:
     lowered = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",))
