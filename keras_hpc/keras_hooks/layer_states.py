@@ -27,18 +27,17 @@ from keras import ops
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.keras_hooks import running
+from keras_hpc.keras_hooks import keras_private, running
 from keras_hpc.keras_hooks.variables import known_local, seed_generators, standard_dtype, unique
 
 StepFunction = Callable[..., Any]
-_KERAS_LAYERS = "keras.src.layers."
 
 
 def shared(model: Any) -> list[Any]:
     """Return the variables that move as those of all ranks."""
     others = known_local() | set(map(id, model.metrics_variables))
     others |= {id(generator.state) for generator in seed_generators(model)}
-    layers = [layer for layer in model._flatten_layers() if not type(layer).__module__.startswith(_KERAS_LAYERS)]
+    layers = [layer for layer in model._flatten_layers() if not type(layer).__module__.startswith(keras_private.LAYERS)]
     kept = unique(variable for layer in layers for variable in layer._non_trainable_variables)
     return [variable for variable in kept if id(variable) not in others and _is_shared(variable)]
 
