@@ -4,7 +4,9 @@
 import keras
 import numpy as np
 import pytest
+import regression
 from keras_cases import enough, enough_on, on_one_rank
+from random_steps import OwnLoss
 from regression import X, Y
 
 import keras_hpc
@@ -90,6 +92,28 @@ def test_states_are_those_of_one_rank(sizes):
 @pytest.mark.skipif(keras.backend.backend() == "torch", reason="runs one step at a time")
 def test_several_steps_in_one_program():
     compare(33, 4, steps_per_execution=3)
+
+
+class Growing(keras.layers.Layer):
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="ones", trainable=False)
+
+    def call(self, x, training=False):
+        grown = x * self.calls
+        if training:
+            self.calls.assign_add(1)
+        return grown
+
+
+@enough_on("torch", "tensorflow")
+def test_a_loss_is_tried_on_the_same_state_each_time():
+    def make():
+        inputs = keras.Input((4,))
+        model = OwnLoss(inputs, keras.layers.Dense(1)(Growing()(inputs)))
+        model.compile(keras.optimizers.SGD(1e-3), "mse")
+        return model
+
+    regression.compare(make)
 
 
 class Queue(keras.layers.Layer):
