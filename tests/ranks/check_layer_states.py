@@ -99,7 +99,7 @@ class Growing(keras.layers.Layer):
         self.calls = self.add_weight(shape=(), initializer="ones", trainable=False)
 
     def call(self, x, training=False):
-        grown = x * self.calls
+        grown = x * ops.where(self.calls > 2, 4.0, 1.0)
         if training:
             self.calls.assign_add(1)
         return grown
