@@ -92,7 +92,9 @@ def device_of(tensors: Sequence[Any]) -> int | None:
     return number_of_gpu()
 
 
-def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = None) -> list[jax.Array]:
+def reduce(
+    plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = None, after: Sequence[Any] = ()
+) -> list[jax.Array]:
     """Reduces the tensors of a plan over the ranks of its team.
 
     Collective. XLA starts each reduction when its tensor exists and does what depends on the results after all of
@@ -104,11 +106,15 @@ def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = 
         weight: this rank's weight in a weighted mean, a number or a scalar array. Defaults to 1.
         active: `None`, or a scalar bool array, the same on all ranks: if false, nothing is communicated and the
             tensors are returned unchanged.
+        after: in a program, small arrays that come from other plans, which are completed first. XLA may take what does
+            not depend on each other in one order for the shapes of one rank, and in another for those of another rank.
 
     Returns:
         The reduced arrays, in the plan's order.
     """
-    return _run(_start_and_done, plan, tensors, weight, active)
+    return _run(
+        functools.partial(_start_and_done, after=after) if after else _start_and_done, plan, tensors, weight, active
+    )
 
 
 def gather(plan: Any, tensors: Sequence[Any], active: Any = None) -> list[jax.Array]:
@@ -305,12 +311,12 @@ def _on_gpu(
 
 
 def _start_and_done(
-    plan: int, tensors: Sequence[Any], weight: Any, active: Any, *, weights: bool = False
+    plan: int, tensors: Sequence[Any], weight: Any, active: Any, *, weights: bool = False, after: Sequence[Any] = ()
 ) -> list[jax.Array]:
     if number_of_gpu() is not None:
         wait = functools.partial(_call, _WAIT_ON, others=[], plan=plan)
         return _on_gpu(plan, tensors, weight, active, wait, list)
-    others = [weight, active, *jax_chain.before()]
+    others = [weight, active, *after, *jax_chain.before()]
     buffers = [_call(_START, [x], others, plan=plan, tensor=i)[0] for i, x in enumerate(tensors)]
     results = _call(_DONE, buffers, [active], plan=plan)
     jax_chain.note(results, weights)

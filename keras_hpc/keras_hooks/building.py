@@ -43,6 +43,15 @@ def is_built(model: Any) -> bool:
     return layers and all(optimizer.built for optimizer in variables.optimizers_of(model))
 
 
+def counts(model: Any) -> bool:
+    """Return whether what a compiled model measures has all its variables, which a model that was loaded lacks.
+
+    They must exist before a step, as a rank without samples puts back what it finds before one.
+    """
+    measures = [getattr(model, name, None) for name in ("_compile_metrics", "_compile_loss")]
+    return all(measure is None or measure.built for measure in measures)
+
+
 def build(model: Any, batch: Any, *, metrics: bool = False) -> None:
     """Build model and optimizer for a batch of data, or of shapes and dtypes, where Keras can.
 
@@ -57,8 +66,7 @@ def build(model: Any, batch: Any, *, metrics: bool = False) -> None:
             return None
         return keras.KerasTensor(tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype))
 
-    compiled = getattr(model, "_compile_metrics", None)
-    if is_built(model) and not (metrics and compiled is not None and not compiled.built):
+    if is_built(model) and (not metrics or counts(model)):
         return
     try:
         model._symbolic_build(data_batch=keras.tree.map_structure(symbolic, batch))

@@ -34,6 +34,9 @@ SET_MASK = "keras.src.backend:set_keras_mask"
 FUNCTION = "keras.src.ops.function:Function"
 FUNCTIONAL = "keras.src.models.functional:Functional"
 
+# How the modules of Keras' own layers begin.
+LAYERS = "keras.src.layers."
+
 _LAYER = "keras.src.layers.layer:Layer"
 _CALLBACKS = "keras.src.callbacks.callback_list:CallbackList"
 BACKEND_TRAINERS = {

@@ -220,10 +220,27 @@ def _norms(
 
         program = jax.jit(run)
     while True:
-        norms, rest = program(*rest, data)
+        norms, rest = _from_the_same_state(model, program, rest, data)
         if keras.backend.backend() == "torch":
             model.zero_grad()
         yield [float(backends.current().to_numpy(norm)) for norm in norms]
+
+
+def _from_the_same_state(model: Any, program: Callable[..., Any], rest: list[Any], data: Any) -> tuple[Any, list[Any]]:
+    """Run a trial. The next one begins as this one did, but for the seeds: layers may compute with what they count."""
+    seeds_of = {id(generator.state) for generator in variables.seed_generators(model)}
+    if keras.backend.backend() == "jax":
+        norms, ((trainable, others, optimizer, metrics),) = program(*rest, data)
+        known = zip(model.non_trainable_variables, others, rest[0][1], strict=True)
+        others = [new if id(variable) in seeds_of else old for variable, new, old in known]
+        return norms, [(trainable, others, optimizer, metrics)]
+    held = [v for v in (*model.non_trainable_variables, *model.metrics_variables) if id(v) not in seeds_of]
+    backend = backends.current()
+    values = [backend.to_numpy(variable) for variable in held]
+    norms, rest = program(*rest, data)
+    for variable, value in zip(held, values, strict=True):
+        backend.assign(variable, value)
+    return norms, rest
 
 
 def _norm(gradients: list[Any]) -> Any:

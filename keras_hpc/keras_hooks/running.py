@@ -31,6 +31,7 @@ class Step:
         offset: of a virtual rank, what its random seeds are folded with, a number or a scalar tensor; None: of a rank.
         part: the number of the virtual rank, where it is known.
         twin: whether one other rank with the same samples is imagined, instead of asking the others.
+        shares_states: whether what layers of the user's own keep becomes that of all ranks (layer_states.py).
         order: of the exchanges inside of models in parts.
         uses: how often each kind of exchange was used so far.
     """
@@ -44,6 +45,7 @@ class Step:
     offset: Any = None
     part: int | None = None
     twin: bool = False
+    shares_states: bool = False
     order: Order = dataclasses.field(default_factory=Order)
     uses: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 

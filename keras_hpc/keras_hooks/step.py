@@ -18,7 +18,7 @@ from typing import Any
 import keras
 
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import building, losses, normalization, own_steps, running, seeds
+from keras_hpc.keras_hooks import building, layer_states, losses, normalization, own_steps, running, seeds
 
 StepFunction = Callable[..., Any]
 Begin = Callable[[Any], contextlib.AbstractContextManager[running.Step]]
@@ -78,11 +78,12 @@ def wrap(model: Any, kind: str, mode: Mode, step: StepFunction) -> StepFunction:
     """
     # The model's, the same on every rank.
     key = f"{current.job().known.key_of(model, 'model')}/{kind}"
+    shares_states = kind == "train" and mode.in_lockstep
     is_own = not own_steps.has_own(model, f"{kind}_step")
 
     @contextlib.contextmanager
     def begin(count: Any) -> Iterator[running.Step]:
-        this = running.Step(model, key, mode.in_lockstep, count)
+        this = running.Step(model, key, mode.in_lockstep, count, shares_states=shares_states)
         with running.running_step(this):
             if is_own:
                 losses.meet(this)
@@ -91,7 +92,7 @@ def wrap(model: Any, kind: str, mode: Mode, step: StepFunction) -> StepFunction:
     make = {"jax": _jax_step, "torch": _torch_step}.get(
         keras.backend.backend(), _guarded_step if mode.may_be_empty else _plain_step
     )
-    counted = make(step, begin, mode.rows)
+    counted = make(layer_states.together(step) if shares_states else step, begin, mode.rows)
 
     @functools.wraps(step)
     def drawing_by_rank(*args: Any) -> Any:
@@ -144,7 +145,7 @@ def _jax_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
         if len(state) == 3:  # test_step: trainable, non-trainable, metrics
             return logs, state
         trainable, non_trainable, optimizer, _ = new_state
-        own = set(map(id, _own_state(this.model)))
+        own = set(map(id, _own_state(this)))
         variables = zip(this.model.non_trainable_variables, non_trainable, state[1], strict=True)
         kept = [old if id(variable) in own else new for variable, new, old in variables]
         return logs, (trainable, kept, optimizer, state[3])
@@ -158,7 +159,7 @@ def _torch_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
         count = batch_size(data)
         empty = isinstance(count, int) and count == 0
         with begin(count) as this:
-            variables = _own_state(this.model) if empty else []
+            variables = _own_state(this) if empty else []
             before = [keras.ops.copy(variable.value) for variable in variables]
             logs = step([zeros(data, rows) if empty else data])
         for variable, value in zip(variables, before, strict=True):
@@ -185,7 +186,7 @@ def _guarded_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
             return full
 
         with begin(count) as this:
-            variables = _own_state(this.model)
+            variables = _own_state(this)
             before = [tf.identity(variable.value) for variable in variables]
             logs = step(keras.tree.map_structure(filled, data))
 
@@ -213,9 +214,10 @@ def _without_nan(logs: Any, empty: Any = True) -> Any:
     return keras.tree.map_structure(finite, logs)
 
 
-def _own_state(model: Any) -> list[Any]:
+def _own_state(this: running.Step) -> list[Any]:
     """Return the variables that a step changes by this rank's samples alone, and not through gradients."""
-    alike = list(normalization.shared_statistics(model))
+    model = this.model
+    alike = [*normalization.shared_statistics(model), *(layer_states.shared(model) if this.shares_states else [])]
     for layer in model._flatten_layers():
         # Whoever changes frozen weights in a step, as those of a teacher, computes them from other weights.
         alike += layer._trainable_variables

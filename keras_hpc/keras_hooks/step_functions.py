@@ -77,15 +77,16 @@ def _first_step(model: Any, kind: str, function: Method) -> Method:
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         owner: Any = reference()
-        if kind == "train":
-            replicas.mark_statistics_local(owner)
         if hasattr(args[-1], "element_spec") and not replicas.was_synchronized(owner):
             virtual = current.job().virtual is not None
             building.build(owner, args[-1].element_spec, metrics=virtual)
             if kind == "train" and not virtual:
                 building.trace(owner, owner.train_step, args[-1].element_spec)
             synchronize(owner)
+        elif hasattr(args[-1], "element_spec") and not building.counts(owner):
+            building.build(owner, args[-1].element_spec, metrics=True)
         if kind == "train":
+            replicas.mark_statistics_local(owner)  # they are equal before
             args = own_steps.check(owner, args) if current.job().virtual is None else args
         with trace.step(f"{owner.name} {kind}", backends.current().mark):
             results = function(*args)

@@ -107,6 +107,8 @@ class Case:
         self.named = draw.random() < 0.5 or len(self.outputs) > 1
         self.second = draw.random() < 0.25  # another input
         self.half = draw.random() < 0.06
+        simple = self.family == "vector" and not (self.half or self.second)
+        self.sharp = simple and draw.random() < 0.2
         self.text = []
         self.train = self._data(self.samples, 1)
         self.held = self._data(draw.randint(1, 20), 2)
@@ -132,7 +134,7 @@ class Case:
         keras.utils.set_random_seed(5)
         given = self.train[0]
         inputs = {name: keras.Input(rows.shape[1:], name=name, dtype=rows.dtype) for name, rows in given.items()}
-        networks = random_networks.Networks(draw, self.say, given["a"])
+        networks = random_networks.Networks(draw, self.say, given["a"], self.sharp)
         x = networks.body(self.family, inputs["a"])
         if self.second:
             x = keras.layers.Concatenate()([x, networks.body("tokens", inputs["b"])])
@@ -159,7 +161,7 @@ class Case:
     def compile(self, model, seed):
         """Returns whether the learning rate can be set."""
         draw = random.Random(seed)
-        optimizer, settable = random_optimizers.make(draw, self.say)
+        optimizer, settable = random_optimizers.make(draw, self.say, self.sharp)
         losses = {name: draw.choice(KINDS[kind]["losses"])() for name, kind in self.outputs.items()}
         chosen = {
             which: {
@@ -258,7 +260,8 @@ class Case:
 
     def then(self, model, draw):
         """Returns a model to go on with, and whether it must be compiled."""
-        how = draw.choice(["again", "again", "recompiled", "frozen", "cloned", "saved", "weights", "batches"])
+        more = ["exported"] if BACKEND == "tensorflow" else []
+        how = draw.choice(["again", "again", "recompiled", "frozen", "cloned", "saved", "weights", "batches", *more])
         self.say(f"then {how}")
         if how == "frozen":
             for layer in model.layers:
@@ -276,6 +279,8 @@ class Case:
             path = f"{self.folder}/model.weights.h5"
             model.save_weights(path)
             model.load_weights(path)
+        elif how == "exported":
+            model.export(f"{self.folder}/exported", verbose=False)
         elif how == "batches":
             args, _ = self.given(self.train, False, "arrays")
             rows = keras_hpc.shard(keras.tree.map_structure(lambda array: array[:6], args)) if self.ranks else \

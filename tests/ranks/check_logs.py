@@ -3,8 +3,9 @@
 
 import keras
 import pytest
+from keras_cases import enough_on, on_one_rank
 from random_steps import OwnStep, size_of_outputs
-from regression import X, Y, compare
+from regression import X, Y, compare, dense
 
 import keras_hpc
 
@@ -49,3 +50,18 @@ class Share(keras.layers.Layer):
 
 def test_zeros_that_stand_for_no_samples_do_not_end_a_training():
     trained(33, middle=Share, callbacks=[keras.callbacks.TerminateOnNaN()])
+
+
+@enough_on("tensorflow")
+def test_zeros_that_stand_for_no_samples_count_in_no_metric_of_a_loaded_model(tmp_path):
+    path = keras_hpc.broadcast_object(str(tmp_path / "model.keras"))
+    model = dense()
+    model.compile("sgd", "mse", metrics=[keras.metrics.RootMeanSquaredError(name="rmse")])
+    model.fit(X[:4], Y[:4], verbose=0)
+    model.save(path)
+
+    def measured():
+        loaded = keras.saving.load_model(path)
+        return loaded.fit(X[:3], Y[:3], batch_size=1, shuffle=False, verbose=0).history["rmse"]
+
+    assert measured() == pytest.approx(on_one_rank(measured), rel=1e-5)

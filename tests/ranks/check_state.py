@@ -78,6 +78,13 @@ class Watch(keras.callbacks.Callback):
         self.after = np.array(self.model.layers[1].moving_mean).tolist()
 
 
+def test_statistics_of_a_single_step_are_averaged():
+    model = normalized()
+    x, y = (array[job().rank :: job().size][:8] for array in data())
+    model.fit(x, y, batch_size=8, epochs=1, verbose=0)
+    assert_identical([np.array(model.layers[1].moving_mean)], "moving means")
+
+
 def test_batch_normalization_is_averaged_at_epoch_end():
     model, watch = normalized(), Watch()
     train(model, epochs=2, callbacks=[watch], validation_data=Parts(*data()))

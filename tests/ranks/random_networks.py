@@ -60,6 +60,28 @@ class Gated(layers.Layer):
         return {**super().get_config(), "units": self.units}
 
 
+@keras.saving.register_keras_serializable("tests")
+class Counting(layers.Layer):
+    """Counts its steps, keeps means of what passes, and computes with both."""
+
+    def build(self, shape):
+        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False, name="steps")
+        self.ticks = self.add_weight(shape=(), initializer="zeros", trainable=False, dtype="int32", name="ticks")
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen", aggregation="sum")
+        self.center = self.add_weight(
+            shape=shape[-1:], initializer="zeros", trainable=False, name="center", aggregation="mean"
+        )
+
+    def call(self, x, training=False):
+        result = (x - self.center) * (1 + 0.01 * self.steps) + 0.001 * self.seen
+        if training:
+            self.steps.assign_add(1)
+            self.ticks.assign(self.ticks + 2)
+            self.seen.assign(self.seen + keras.ops.cast(keras.ops.shape(x)[0], "float32"))
+            self.center.assign(0.7 * self.center + 0.3 * keras.ops.mean(x, axis=tuple(range(len(x.shape) - 1))))
+        return result
+
+
 class Networks:
     """Draws what lies between an input and a vector of features.
 
@@ -67,10 +89,11 @@ class Networks:
         draw: a `random.Random`.
         say: called with what was drawn.
         x: data that preprocessing layers adapt to.
+        smooth: whether small changes must stay small, whatever the optimizer: then layers are few.
     """
 
-    def __init__(self, draw, say, x):
-        self.draw, self.say, self.x = draw, say, x
+    def __init__(self, draw, say, x, smooth=False):
+        self.draw, self.say, self.x, self.smooth = draw, say, x, smooth
 
     def pick(self, *values):
         return self.draw.choice(values)
@@ -112,11 +135,14 @@ class Networks:
         return model(model(x)) if self.pick(True, False) else model(x) + x
 
     def _vector(self, x):
+        if self.smooth:
+            return layers.Dense(6, "tanh")(self.pick(layers.Dense(8, "tanh"), Gated(6), Counting())(x))
         for _ in range(self.pick(1, 2)):
             x = self._apply(
                 x,
                 ("dense", lambda x: layers.Dense(8, "tanh", **self._regularized())(x)),
                 ("gated", lambda x: Gated(6)(x)),
+                ("counting", lambda x: Counting()(x)),
                 ("penalty", lambda x: Penalty()(x)),
                 ("nested", self.nested),
                 ("normalized", self.normalization),
@@ -126,6 +152,17 @@ class Networks:
                 ("residual", lambda x: x + layers.Dense(x.shape[-1], "gelu", kernel_constraint="max_norm")(x)),
             )
         return layers.Dense(6, "tanh")(x)
+
+    def _augmented(self, x):
+        """Layers that draw random numbers, of which nothing comes."""
+        kinds = [
+            lambda: layers.RandomTranslation(0.0, 0.0), lambda: layers.RandomRotation(0.0),
+            lambda: layers.RandomZoom(0.0), lambda: layers.RandomContrast(0.0),
+            lambda: layers.GaussianNoise(0.0), lambda: layers.Dropout(0.0), lambda: layers.SpatialDropout2D(0.0),
+        ]  # fmt: skip
+        layer = self.pick(*kinds)()
+        self.say(type(layer).__name__)
+        return layer(x)
 
     def _adapted(self, x):
         if tuple(x.shape[1:]) != self.x.shape[1:]:
@@ -149,6 +186,8 @@ class Networks:
             x = self._apply(
                 x,
                 ("conv", lambda x, c=convolve: layers.Conv2D(3, self.pick(2, 3), **c, **self._regularized())(x)),
+                ("counting", lambda x: Counting()(x)),
+                ("augmented", self._augmented),
                 ("strided", lambda x: layers.Conv2D(4, 3, strides=2, padding="same")(x)),
                 ("dilated", lambda x, c=convolve: layers.Conv2D(4, 3, dilation_rate=2, **c)(x)),
                 ("depthwise", lambda x, c=convolve: layers.DepthwiseConv2D(3, depth_multiplier=2, **c)(x)),

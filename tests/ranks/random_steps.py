@@ -44,9 +44,11 @@ class OwnMetrics(keras.Model):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.size = keras.metrics.Mean(name="size")
+        self.total = keras.metrics.Sum(name="total")
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         self.size.update_state(ops.mean(ops.abs(keras.tree.flatten(y_pred)[0]), axis=-1))
+        self.total.update_state(ops.sum(ops.square(keras.tree.flatten(y_pred)[-1]), axis=-1))
         return super().compute_metrics(x, y, y_pred, sample_weight)
 
 
