@@ -15,7 +15,7 @@ IMAGENET = 1_281_167  # images
 
 def arguments(argv=None):
     parser = studies.parser("resnet50", __doc__)
-    parser.add_argument("--epochs", type=int, default=25)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--width", type=int, default=8, help="filters of the first convolution (default: 8)")
     return parser.parse_args(argv)
 
@@ -53,9 +53,10 @@ def draw(folder, epochs):
 
 def main(argv=None):
     args = arguments(argv)
+    train.prepare(args.out)  # before runs of one rank, two of which train at the same time
     table = []
     for batch in BATCHES:
-        options = {"epochs": args.epochs, "width": args.width, "global-batch": batch}
+        options = {"epochs": args.epochs, "width": args.width, "global-batch": batch, "digits": args.out}
         found = studies.train("examples.resnet50.train", args.out / f"batch-{batch}", args.seeds, options)
         table += [{"batch": batch, **line} for line in studies.summarize(found)]
     draw(args.out, args.epochs)

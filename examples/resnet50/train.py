@@ -37,6 +37,9 @@ def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", metavar="FILES", help="to learn from: HDF5, NumPy or Zarr (default: digits)")
     parser.add_argument("--tests", metavar="FILES", help="to test on; the same kinds")
+    parser.add_argument(
+        "--digits", type=Path, default=Path("results") / "resnet50", help="folder for those (default: results/resnet50)"
+    )
     parser.add_argument("--classes", type=int, default=10, help="how many (default: 10)")
     parser.add_argument("--width", type=int, default=8, help="filters of the first convolution; the paper's: 64 (8)")
     parser.add_argument("--global-batch", type=int, default=128, help="images of a step, of all ranks (default: 128)")
@@ -114,11 +117,10 @@ def main(argv=None):
     keras.utils.set_random_seed(args.seed)
     files = args.data, args.tests
     if not args.data:
-        folder = args.out.parent
         if keras_hpc.rank() == 0:
-            prepare(folder)
+            prepare(args.digits)
         keras_hpc.barrier()
-        files = prepare(folder)
+        files = prepare(args.digits)
     if args.stage:
         keras_hpc.data.stage(args.stage, limit="20GB")
 
