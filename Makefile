@@ -18,7 +18,7 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native examples/c benchmarks/gpu -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sanitize soak test-oldest test-mpi gan3d largebatch localsgd mesh contacts cosmoflow cosmogan atoms bench bench-hosts bench-peers simulate timelines docs linkcheck wheels lint format clean
+.PHONY: help demo test sanitize soak test-oldest test-mpi gan3d largebatch localsgd mesh contacts cosmoflow cosmogan atoms resnet50 bench bench-hosts bench-peers simulate timelines docs linkcheck wheels lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -62,6 +62,9 @@ cosmogan: $(VENV)/stamp-demo  ## generate maps of weak lensing on 1 rank and on 
 
 atoms: $(VENV)/stamp-demo  ## tell crystals by images of their atoms on 1 rank and on 2, three seeds; table and pictures in examples/atoms
 	$(BIN)/python -m examples.atoms.study --readme
+
+resnet50: $(VENV)/stamp-demo  ## train ResNet-50 by the recipe of ImageNet on digits, on 1 rank and on 2; table and picture in examples/resnet50
+	$(BIN)/python -m examples.resnet50.study --readme
 
 test-mpi: $(VENV)/stamp-test  ## train on 2 hosts with every MPI, by mpiexec and srun (root; Slurm; Debian's mpich, openmpi-bin)
 	$(BIN)/python -m pytest --every-mpi -m mpi tests/cluster/test_mpis.py $(PYTEST_ARGS)

@@ -75,18 +75,21 @@ def mbit() -> int | None:
     return int(os.environ[MBIT]) if MBIT in os.environ else None
 
 
-def start_ranks(count: int, hosts: int | None, mbit: int, options: Sequence[str] | None = None) -> int:
+def start_ranks(
+    count: int, hosts: int | None, mbit: int, options: Sequence[str] | None = None, module: str = "benchmarks"
+) -> int:
     """Runs a command on `count` ranks, of each host if hosts are wanted; returns its exit status.
 
     Args:
         count: ranks, in all or on each host.
         hosts: how many to make; None: this machine is the only one.
         mbit: bandwidth of each host, Mbit/s; 0: no limit.
-        options: of `python -m benchmarks`; None: those of this very command.
+        options: of `python -m MODULE`; None: those of this very command.
+        module: what each rank runs.
     """
     if options is None:
         options = ranks.without(sys.argv[1:], ("--ranks", "--hosts", "--mbit"))
-    command = [sys.executable, "-m", "benchmarks", *options]
+    command = [sys.executable, "-m", module, *options]
     if hosts is None:
         return ranks.start(command, count)
     try:

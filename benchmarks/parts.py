@@ -3,22 +3,28 @@
 
     python -m benchmarks.parts --size 512
     mpiexec -n 2 python -m benchmarks.parts --size 512 --parts 2
+    python -m benchmarks.parts --size 512 --parts 4 --hosts 4 --mbit 2500
     KERAS_BACKEND=jax python -m benchmarks.parts --size 512 --gspmd 2
 
-With --gspmd, one process with so many devices of XLA's on its CPU computes a step of `jax.jit` whose image is sharded
-by rows, and XLA's partitioner exchanges the halos. The network is like that for mesh tangling (Dryden et al., IPDPS
-2019): 18 channels in, 12 convolutions, one number for each of the (size / 64)^2 patches. Each rank computes with one
-thread. Memory is what the process needs at most, above what it had when the model and the data were made; --limit-mib
-lets it have no more than that. CPU is the time that the process computes in a step, which says more than the clock
-where ranks have no cores of their own.
+With --hosts it makes so many hosts of namespaces on this machine, as `make bench-hosts` does, and starts a rank on
+each. With --gspmd, one process with so many devices of XLA's on its CPU computes a step of `jax.jit` whose image is
+sharded by rows, and XLA's partitioner exchanges the halos. The network is like that for mesh tangling (Dryden et al.,
+IPDPS 2019): 18 channels in, 12 convolutions, one number for each of the (size / 64)^2 patches. Each rank computes with
+one thread. Memory is what the process needs at most, above what it had when the model and the data were made;
+--limit-mib lets it have no more than that. CPU is the time that the process computes in a step, which says more than
+the clock where ranks have no cores of their own.
 """
 
 import argparse
 import os
 import resource
+import sys
 import time
 
 import numpy as np
+
+from benchmarks import hosted
+from keras_hpc.job import launch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -95,7 +101,11 @@ def main():
     parser.add_argument("--keep-memory", action="store_true", help="from step to step, which is faster")
     parser.add_argument("--trace", metavar="FILE", help="for Perfetto, of when which exchange took how long")
     parser.add_argument("--gspmd", type=int, metavar="DEVICES", help="instead of --parts, on JAX")
+    parser.add_argument("--hosts", type=int, metavar="N", help="with a rank each (needs root and iproute2)")
+    parser.add_argument("--mbit", type=int, default=0, help="bandwidth of a host, each way (default: no limit)")
     arguments = parser.parse_args()
+    if arguments.hosts and not launch.ranks_started():
+        sys.exit(hosted.start_ranks(1, arguments.hosts, arguments.mbit, sys.argv[1:], "benchmarks.parts"))
     if arguments.gspmd:
         os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={arguments.gspmd}"
 
@@ -124,13 +134,13 @@ def main():
         loss = step()
         seconds.append(time.perf_counter() - begin)
         cpu.append(time.process_time() - begin_cpu)
-    print(
+    sys.stdout.write(  # at once: print writes the end of the line by itself, and lines of ranks mix
         f"{keras.backend.backend()}, {arguments.size} x {arguments.size}, "
         + (f"GSPMD on {arguments.gspmd} devices" if arguments.gspmd else f"parts {arguments.parts}, rank {_rank()}")
         + f": {np.median(seconds):.3f} s a step (least {min(seconds):.3f}; CPU {np.median(cpu):.3f}), "
-        f"{memory('VmHWM') - before:.0f} MiB; loss {loss:.5f}",
-        flush=True,
+        f"{memory('VmHWM') - before:.0f} MiB; loss {loss:.5f}\n"
     )
+    sys.stdout.flush()
 
 
 def _rank():

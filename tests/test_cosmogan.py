@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-from launch import child_environment, launch
+from launch import ROOT, child_environment, launch
 
 from examples.cosmogan import maps, train
 
@@ -52,6 +52,43 @@ def test_chi_squared_by_hand():
     alike, blurred = (train.quality(x, other) for x in (maps.simulate(400, rng), (other + np.roll(other, 1, 1)) / 2))
     assert max(alike.values()) < 3
     assert min(blurred.values()) > 20
+
+
+def test_turned_maps_are_as_likely_as_they_were():
+    found = maps.simulate(40, np.random.default_rng(0))
+    turned = train.turned(found, np.random.default_rng(1))
+    assert turned.shape == found.shape
+    assert not any(np.array_equal(one, other) for one, other in zip(turned, found, strict=True))
+    np.testing.assert_allclose(maps.powers(turned), maps.powers(found), rtol=1e-4)
+    np.testing.assert_array_equal(maps.intensities(turned), maps.intensities(found))
+
+
+ONE_STEP = """
+import numpy as np, keras, keras_hpc
+from examples.cosmogan import maps, train
+keras_hpc.init(teams=2)
+make, judge, both = train.compiled(1e-3, filters=4)
+values = lambda model: [keras.ops.convert_to_numpy(v) for v in model.trainable_variables]
+same = lambda one, other: [np.array_equal(a, b) for a, b in zip(one, other)]
+noise, ones = np.ones((4, 64), "float32"), np.ones((4, 1), "float32")
+before = values(judge), values(make)
+with train.frozen(judge):
+    assert not judge.trainable_variables and len(both.trainable_variables) == len(make.trainable_variables)
+    both.train_on_batch(noise, ones)
+assert all(same(before[0], values(judge))) and not any(same(before[1], values(make)))
+(norm,) = [layer for layer in judge.layers if "batch_norm" in layer.name][:1]
+assert not np.array_equal(norm.moving_mean, 0 * norm.moving_mean), "it has normalized over the batch"
+before = values(judge), values(make)
+train.step((make, judge, both), maps.squeezed(maps.simulate(4, np.random.default_rng(0))), np.random.default_rng(0))
+assert not any(same(before[0], values(judge))) and not any(same(before[1], values(make)))
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+def test_each_network_trains_its_own_weights(backend):
+    done = launch(1, [sys.executable, "-c", ONE_STEP], timeout=200, env=child_environment(backend), mpi=False, cwd=ROOT)
+    assert done.returncode == 0, done.output
 
 
 @pytest.mark.soak

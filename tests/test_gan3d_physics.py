@@ -1,15 +1,18 @@
 """Physics of the showers of examples/gan3d: against the formulas, published numbers and a full simulation."""
 
+import importlib.util
 import json
+import sys
+import time
 
 import numpy as np
 import pytest
-from launch import ROOT
+from launch import ROOT, child_environment, launch
 
 pytest.importorskip("scipy")
 pytest.importorskip("h5py")
 
-from examples.gan3d import geant4_tables, gflash, showers
+from examples.gan3d import geant4_tables, gflash, showers, speed
 
 # Visible share of the energy in percent, as 3DGAN fitted it to its full simulation: highest power of E / 100 GeV first.
 PUBLISHED_RATIO = [0.0018, -0.023, 0.11, -0.28, 2.21]
@@ -205,3 +208,25 @@ def test_reference_profiles_are_consistent(name):
         for axis in "xyz":
             assert len(reference[axis]) == int(name[-2:])
             assert sum(reference[axis]) == pytest.approx(reference["visible_GeV"], rel=1e-4)
+
+
+def test_rates_by_hand():
+    found = speed.rate(lambda energies: time.sleep(0.01 * len(energies)), 2, 0.2)
+    assert 20 < found <= 100
+    table = speed.markdown({"slow": {25: 2.0, 13: 4.0}, "fast": {25: 100.0, 13: 1000.0}}, "slow")
+    assert table.splitlines()[2:] == ["| slow | 2 (1 x) | 4 (1 x) |", "| fast | 100 (50 x) | 1e+03 (250 x) |"]
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(importlib.util.find_spec("geant4_pybind") is None, reason="Geant4 is not installed")
+def test_the_generator_is_measured_beside_geant4():
+    command = [sys.executable, "-m", "examples.gan3d.speed", "--seconds", "1", "--batch-size", "4"]
+    done = launch(1, command, timeout=280, env=child_environment("tensorflow"), mpi=False, cwd=ROOT)
+    assert done.returncode == 0, done.output
+    ways = [line.split(" | ")[0] for line in done.output.splitlines() if line.startswith("| ")]
+    assert ways[1:] == [
+        "| Geant4, which tells Python of its steps",
+        "| Geant4 alone",
+        "| parametrisation",
+        "| generator",
+    ]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from launch import ROOT, child_environment, launch
 
+from benchmarks.hosts import Hosts, HostsError
 from examples.mesh import meshes, study
 
 SMALL = ["--size", "32", "--count", "8", "--epochs", "2", "--seed", "3"]
@@ -105,3 +106,19 @@ def test_what_does_not_fit_one_rank_fits_two():
         else:
             assert done.returncode == 0, done.output
             assert done.output.count("s a step") == 2
+
+
+@pytest.mark.soak
+@pytest.mark.mpi
+def test_a_step_on_four_hosts(tmp_path):
+    try:
+        with Hosts(1):
+            pass
+    except HostsError as error:
+        pytest.skip(str(error))
+    words = "--size 128 --steps 1 --parts 2 2 --hosts 4 --mbit 1000".split()
+    command = [sys.executable, "-m", "benchmarks.parts", *words]
+    done = launch(1, command, timeout=280, env=child_environment("torch"), mpi=False, cwd=ROOT)
+    assert done.returncode == 0, done.output
+    assert "4 ranks on 4 nodes" in done.output
+    assert len(re.findall(r"parts \[2, 2\], rank [0-3]: .* s a step", done.output)) == 4, done.output

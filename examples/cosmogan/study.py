@@ -15,7 +15,7 @@ COLUMNS = {"histogram": "pixels: chi² per bin", "spectrum": "power spectrum: ch
 
 def arguments(argv=None):
     parser = studies.parser("cosmogan", __doc__)
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=16)
     parser.add_argument("--maps", type=int, default=4096, help="to learn from (default: 4096)")
     parser.add_argument("--tests", type=int, default=512, help="maps that are compared (default: 512)")
     return parser.parse_args(argv)

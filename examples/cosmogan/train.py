@@ -8,6 +8,7 @@ and generated.npz.
 """
 
 import argparse
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -21,6 +22,7 @@ LATENT = 64
 STATISTICS = ("histogram", "spectrum")
 REAL = 0.9  # its label of real maps, so that it does not become too sure
 FLIPPED = 0.01  # of the discriminator's batches have wrong labels on purpose
+AVERAGED = 0.99  # what the generator's average keeps at each step of what it was
 
 
 def arguments(argv=None):
@@ -28,8 +30,8 @@ def arguments(argv=None):
     parser.add_argument("--maps", type=int, default=4096, help="to learn from (default: 4096)")
     parser.add_argument("--tests", type=int, default=512, help="maps that are compared (default: 512)")
     parser.add_argument("--filters", type=int, default=16, help="of the widest level; the paper's: 64 (default: 16)")
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--batch-size", type=int, default=32, help="of all ranks (default: 32)")
+    parser.add_argument("--epochs", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=16, help="of all ranks (default: 16)")
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data", type=Path, default=Path("results") / "cosmogan", help="folder for the maps")
@@ -55,7 +57,7 @@ def generator(size, filters, levels):
     model.add(layers.Dense(side * side * most, kernel_initializer=start))
     model.add(layers.Reshape((side, side, most)))
     for level in range(levels - 1, -1, -1):
-        model.add(layers.BatchNormalization(momentum=0.9, epsilon=1e-5))
+        model.add(layers.BatchNormalization(momentum=AVERAGED, epsilon=1e-5, synchronized=True))
         model.add(layers.ReLU())
         last = level == 0
         wide = 1 if last else filters * 2 ** (level - 1)
@@ -72,7 +74,7 @@ def discriminator(size, filters, levels):
     for level in range(levels):
         model.add(_convolved(layers.Conv2D, filters * 2**level))
         if level:
-            model.add(layers.BatchNormalization(momentum=0.9, epsilon=1e-5))
+            model.add(layers.BatchNormalization(momentum=0.9, epsilon=1e-5, synchronized=True))
         model.add(layers.LeakyReLU(negative_slope=0.2))
     model.add(layers.Flatten())
     model.add(layers.Dense(1, kernel_initializer=keras.initializers.RandomNormal(stddev=0.02)))
@@ -88,20 +90,47 @@ def compiled(rate, filters=16, levels=3):
     make, judge = generator(maps.SIZE, filters, levels), discriminator(maps.SIZE, filters, levels)
     both = keras.Sequential([keras.Input((LATENT,)), make, judge])
     for team, model in enumerate((judge, both)):
-        judge.trainable = team == 0  # `both` trains the generator only
+        average = {"use_ema": True, "ema_momentum": AVERAGED} if model is both else {}
         loss = keras.losses.BinaryCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.Adam(rate, beta_1=0.5), loss)
+        model.compile(keras.optimizers.Adam(rate, beta_1=0.5, **average), loss)
         keras_hpc.assign_team(model, team)
-    both.optimizer.build(make.trainable_variables)
-    judge.trainable = True
+    both.optimizer.build(make.trainable_variables)  # those that it trains: see `frozen`
     return make, judge, both
 
 
-def step(models, real, rng):
-    """Trains the discriminator on real and generated maps together, and the generator on the same noise.
+@contextlib.contextmanager
+def frozen(model):
+    """Inside, the weights of a model stay as they are, but it goes on to normalize over batches.
 
-    Together, so that BatchNormalization's moving statistics, with which the discriminator judges while the generator
-    trains, are those of what it was trained on.
+    With `model.trainable = False` BatchNormalization would take its moving statistics, which tell the generator
+    something else than what the discriminator has learnt.
+    """
+    weights = model.trainable_variables
+    for variable in weights:
+        variable.trainable = False
+    try:
+        yield
+    finally:
+        for variable in weights:
+            variable.trainable = True
+
+
+def turned(images, rng):
+    """Returns maps, (n, size, size, 1), each moved, mirrored and transposed at random: the sky has no place, no up."""
+    found = []
+    for image, moves, (down, right, swap) in zip(
+        images, rng.integers(0, images.shape[1], (len(images), 2)), rng.random((len(images), 3)) < 0.5, strict=True
+    ):
+        image = np.roll(image, moves, (0, 1))[:: -1 if down else 1, :: -1 if right else 1]
+        found.append(image.transpose(1, 0, 2) if swap else image)
+    return np.stack(found)
+
+
+def step(models, real, rng):
+    """Trains the discriminator on real and on generated maps, and the generator on the same noise.
+
+    The two kinds come in batches of their own, so that BatchNormalization shows the discriminator how much the maps of
+    a batch differ.
 
     Args:
         models: of `compiled`.
@@ -111,18 +140,21 @@ def step(models, real, rng):
     Returns:
         losses of this rank, of discriminator and generator.
     """
+    import keras
+
     make, judge, both = models
     noise = rng.normal(size=(len(real), LATENT)).astype("float32")
     ones = np.ones((len(real), 1), "float32")
-    images = np.concatenate([real, np.asarray(make(noise, training=True))])
-    labels = np.concatenate([REAL * ones, 0 * ones])
-    judge.reset_metrics()
-    losses = [float(judge.train_on_batch(images, 1 - labels if rng.random() < FLIPPED else labels))]
-    judge.trainable = False  # Keras looks at it when it traces a step
-    both.reset_metrics()
-    losses.append(float(both.train_on_batch(noise, ones)))
-    judge.trainable = True
-    return losses
+    images = {REAL: turned(real, rng), 0.0: keras.ops.convert_to_numpy(make(noise, training=True))}
+    flipped = rng.random() < FLIPPED
+    losses = []
+    for label, kind in images.items():
+        judge.reset_metrics()
+        losses.append(float(judge.train_on_batch(kind, (1 - label if flipped else label) * ones)))
+    with frozen(judge):  # Keras looks at it when it traces a step
+        both.reset_metrics()
+        losses.append(float(both.train_on_batch(noise, ones)))
+    return [sum(losses[:2]), losses[2]]
 
 
 def quality(generated, tests):
@@ -176,6 +208,7 @@ def main(argv=None):
         lines.append({"epoch": epoch + 1, **dict(zip(names, map(float, losses), strict=True))})
         if rank == 0:
             print(", ".join(f"{name} {value:.3f}" for name, value in lines[-1].items()), flush=True)
+    models[2].optimizer.finalize_variable_values(models[0].trainable_variables)  # their averages
     for model in models:
         keras_hpc.check_replicas(model)
     if rank == 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read showers: each rank its own part of the files, batch by batch, one batch ahead of the training step."""
+"""Showers in batches for the networks, from HDF5 files that `keras_hpc.data` reads."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,9 +10,12 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 
+import keras_hpc
+
 ENERGY_UNIT_GEV = 100.0  # what the networks call an energy of 1
 CELL_UNIT_GEV = 0.01  # what they call a cell energy of 1
 SMALLEST_CELL_GEV = 1e-6  # what a cell holds below this is taken as nothing
+SLAB = 256  # events that are read at a time where all are read
 
 
 class Batch(NamedTuple):
@@ -30,12 +33,10 @@ class Batch(NamedTuple):
 
 
 class Showers:
-    """One rank's share of the showers in some HDF5 files.
+    """The showers of some HDF5 files in batches, which are dealt to the ranks.
 
-    The training part is cut into one contiguous share per rank, all of the same length, so that every rank takes the
-    same number of steps; up to `size - 1` events at its end belong to no rank. The first epoch reads the file in slabs
-    of one batch, in random order, and keeps them in memory; later epochs shuffle all events of the share and read
-    nothing. The order depends only on `seed`, the rank and the epoch.
+    All ranks make equally many steps with batches of the same size. So an epoch leaves out what is less than a batch
+    for each rank: other showers each time, as each epoch has an order of its own, the same on all ranks.
 
     Args:
         files: HDF5 files with `ECAL` (n, s, s, s) in GeV and `target` (n, 2), whose second column is the primary
@@ -46,13 +47,9 @@ class Showers:
         part: `"train"`, `"test"` (the last `test_fraction` of the events) or `"all"`.
         test_fraction: share of the events that is kept for tests.
         seed: of the shuffling.
-        cache: keep the share in memory after its first reading: 4 s^3 bytes per event. Without it, each epoch reads
-            the files again, in slabs.
-        drop_last: leave out the last batch of an epoch where it is shorter than the others.
 
     Raises:
-        ValueError: files without showers of one common shape, or fewer events than ranks (with `drop_last`, than
-            ranks times `batch_size`).
+        ValueError: files without showers of one common shape, or fewer events than ranks times `batch_size`.
 
     Example:
         reader = Showers("showers.h5", batch_size=64, rank=keras_hpc.rank(), size=keras_hpc.size())
@@ -61,127 +58,69 @@ class Showers:
                 ...
     """
 
-    def __init__(
-        self,
-        files,
-        batch_size,
-        *,
-        rank=0,
-        size=1,
-        part="train",
-        test_fraction=0.1,
-        seed=0,
-        cache=True,
-        drop_last=False,
-    ):
+    def __init__(self, files, batch_size, *, rank=0, size=1, part="train", test_fraction=0.1, seed=0):
         if not 0 <= rank < size:
             raise ValueError(f"Expected 0 <= rank < size. Received: rank={rank}, size={size}")
-        if batch_size < 1:
-            raise ValueError(f"Expected a positive batch_size. Received: batch_size={batch_size}")
-        self.batch_size, self.rank, self.seed = batch_size, rank, seed
-        self.cache, self.drop_last = cache, drop_last
-        self._files = _paths(files)
-        shapes = [_shape(path) for path in self._files]
-        if len({shape[1:] for shape in shapes}) > 1:
-            found = dict(zip(map(str, self._files), shapes, strict=True))
-            raise ValueError(f"The files differ. Expected images of one shape. Received: {found}")
-        self.image_shape = (*shapes[0][1:], 1)
-        self._starts = np.concatenate([[0], np.cumsum([shape[0] for shape in shapes])])  # of each file, in all events
-        begin, end = part_range(int(self._starts[-1]), part, test_fraction)
-        self.events = (end - begin) // size
-        if self.events < (batch_size if drop_last else 1):
+        self._rank, self._size = rank, size
+        self._data = _dataset(files, batch_size, part, test_fraction, seed=seed)
+        self.image_shape = (*self._data.store.spec["ECAL"][0], 1)
+        whole = len(self._data) - (self._data.count(len(self._data) - 1) < batch_size)
+        self._steps = whole // size
+        if not self._steps:
             raise ValueError(
-                f"Too few events for {size} ranks. Expected at least {size * (batch_size if drop_last else 1)} in part "
-                f"{part!r}. Received: {end - begin} of {self._starts[-1]} events"
+                f"Too few events for {size} ranks. Expected at least {size * batch_size} in part {part!r}. "
+                f"Received: {whole} batches of {batch_size}"
             )
-        self._first = begin + rank * self.events
-        self._images = self._energies = None
-        self._loaded = np.zeros(self.events, bool)
-        self._open = {}
 
     def __len__(self):
         """Steps per epoch, the same on every rank."""
-        whole, rest = divmod(self.events, self.batch_size)
-        return whole + bool(rest and not self.drop_last)
+        return self._steps
 
     def epoch(self, number):
         """Yield the batches of epoch `number`, from 0; the next one is read while the caller works on this one."""
-        if number and self.cache:
-            self._load()  # no reading unless an earlier epoch was left out or broken off
-        steps = self._order(number)
+        self._data.set_epoch(number)
         with ThreadPoolExecutor(1, "showers") as thread:
-            ahead = thread.submit(self._batch, steps[0])
-            for following in [*steps[1:], None]:
+            ahead = thread.submit(self._batch, 0)
+            for step in range(self._steps):
                 batch = ahead.result()
-                if following is not None:
-                    ahead = thread.submit(self._batch, following)
+                if step + 1 < self._steps:
+                    ahead = thread.submit(self._batch, step + 1)
                 yield batch
-        if not self.cache or self._loaded.all():
-            self.close()
 
-    def all(self):
-        """This rank's whole share as one `Batch`, in the order of the files."""
-        return self._batch(np.arange(self.events))
+    def _batch(self, step):
+        return self._data[step * self._size + self._rank]
 
-    def close(self):
-        """Close the files. They open again when they are needed."""
-        for file in self._open.values():
-            file.close()
-        self._open = {}
 
-    def _order(self, number):
-        rng = np.random.default_rng([self.seed, number, self.rank])
-        if number and self.cache:
-            order = rng.permutation(self.events)
-            return [order[i * self.batch_size : (i + 1) * self.batch_size] for i in range(len(self))]
-        # Neighbours stay together, because reading them one by one is slow; a short batch comes last.
-        slabs = [np.arange(i, min(i + self.batch_size, self.events)) for i in range(0, self.events, self.batch_size)]
-        whole = self.events // self.batch_size
-        return ([slabs[i] for i in rng.permutation(whole)] + slabs[whole:])[: len(self)]
+def read(files, part="all", test_fraction=0.1):
+    """Return all showers of a part as one `Batch`, in the order of the files."""
+    return _dataset(files, None, part, test_fraction, shuffle=False)[0]
 
-    def _batch(self, indices):
-        if not self.cache:
-            images, energies = self._read(indices[0], indices[-1] + 1)
-        else:
-            self._load(indices)
-            images, energies = self._images[indices], self._energies[indices]
-        sums = images.sum((1, 2, 3, 4), dtype=np.float64).astype(np.float32)
-        return Batch(images, energies[:, None], sums[:, None])
 
-    def _load(self, indices=None):
-        """Read into memory what of `indices` (all, if `None`) is not yet there."""
-        if self._images is None:
-            self._images = np.empty((self.events, *self.image_shape), np.float32)
-            self._energies = np.empty(self.events, np.float32)
-        missing = np.arange(self.events) if indices is None else indices
-        missing = missing[~self._loaded[missing]]
-        for run in np.split(missing, np.flatnonzero(np.diff(missing) != 1) + 1):
-            for first in range(0, len(run), self.batch_size):
-                slab = slice(run[first], run[min(first + self.batch_size, len(run)) - 1] + 1)
-                self._images[slab], self._energies[slab] = self._read(slab.start, slab.stop)
-                self._loaded[slab] = True
+def _dataset(files, batch_size, part, test_fraction, **options):
+    """Return a `keras_hpc.data.Dataset` whose batches are `Batch`es; without a size, there is one."""
+    files = _paths(files)
+    shapes = [_shape(path) for path in files]
+    if len({shape[1:] for shape in shapes}) > 1:
+        found = dict(zip(map(str, files), shapes, strict=True))
+        raise ValueError(f"The files differ. Expected images of one shape. Received: {found}")
+    samples = part_range(sum(shape[0] for shape in shapes), part, test_fraction)
+    batch_size = samples[1] - samples[0] if batch_size is None else batch_size
+    names = ", ".join(map(str, files))
 
-    def _read(self, start, stop):
-        """Events `start` to `stop` of the share: (images, energies), scaled."""
-        start, stop = start + self._first, stop + self._first
-        images = np.empty((stop - start, *self.image_shape[:-1]), np.float32)
-        energies = np.empty(stop - start, np.float32)
-        for number, path in enumerate(self._files):
-            first, last = max(start, self._starts[number]), min(stop, self._starts[number + 1])
-            if first >= last:
-                continue
-            if path not in self._open:
-                self._open[path] = h5py.File(path)
-            inside, here = slice(*(x - self._starts[number] for x in (first, last))), slice(first - start, last - start)
-            images[here] = self._open[path]["ECAL"][inside]
-            energies[here] = self._open[path]["target"][inside, 1]
-        images[images < SMALLEST_CELL_GEV] = 0
-        if not (np.all(energies > 0) and np.all(images.sum((1, 2, 3)) > 0)):
-            raise ValueError(  # relative errors of nothing
-                "Expected showers with energy in them. "
-                f"Received: some without, between events {start} and {stop} of {', '.join(map(str, self._files))}"
-            )
-        return (images / np.float32(CELL_UNIT_GEV))[..., None], energies / np.float32(ENERGY_UNIT_GEV)
+    def decode(rows):
+        return _scaled(rows["ECAL"].astype("float32"), rows["target"][:, 1].astype("float32"), names)
+
+    fields = ("ECAL", "target")
+    return keras_hpc.data.Dataset(files, batch_size, fields=fields, decode=decode, samples=samples, **options)
+
+
+def _scaled(images, energies, names):
+    images[images < SMALLEST_CELL_GEV] = 0
+    if not (np.all(energies > 0) and np.all(images.sum((1, 2, 3)) > 0)):
+        raise ValueError(f"Expected showers with energy in them. Received: some without, in {names}")  # 0 divides
+    images = (images / np.float32(CELL_UNIT_GEV))[..., None]
+    sums = images.sum((1, 2, 3, 4), dtype=np.float64).astype(np.float32)
+    return Batch(images, (energies / np.float32(ENERGY_UNIT_GEV))[:, None], sums[:, None])
 
 
 def part_range(events, part, test_fraction=0.1):
@@ -227,21 +166,17 @@ def fit_response(files, part="train", test_fraction=0.1):
         ValueError: fewer than five different energies.
     """
     files = _paths(files)
-    counts = [_shape(path)[0] for path in files]
-    columns = []
-    for path in files:
-        with h5py.File(path) as file:
-            visible = file["visible"][:] if "visible" in file else _sums(file["ECAL"])
-            columns.append(np.stack([file["target"][:, 1] / ENERGY_UNIT_GEV, visible]).astype(np.float64))
-    y, visible = np.concatenate(columns, axis=1)[:, slice(*part_range(sum(counts), part, test_fraction))]
+    begin, end = part_range(sum(_shape(path)[0] for path in files), part, test_fraction)
+    with h5py.File(files[0]) as file:
+        seen = "visible" if "visible" in file else "ECAL"
+    store = keras_hpc.data.open_store(files, ("target", seen))
+    slabs = [store.read(first, min(first + SLAB, end)) for first in range(begin, end, SLAB)]
+    y = np.concatenate([slab["target"][:, 1] for slab in slabs]).astype(np.float64) / ENERGY_UNIT_GEV
+    visible = np.concatenate([slab[seen].sum(tuple(range(1, slab[seen].ndim)), dtype="f8") for slab in slabs])
     if len(np.unique(y)) < 5:
         raise ValueError(f"A quartic needs five different energies. Received: {len(np.unique(y))} in {len(y)} events")
     # The ratio's relative error falls as 1 / sqrt(energy).
     return Response(np.polyfit(y, visible / y, 4, w=np.sqrt(y)), float(y.min()), float(y.max()))
-
-
-def _sums(dataset, slab=256):
-    return np.concatenate([dataset[i : i + slab].sum((1, 2, 3), dtype="f8") for i in range(0, len(dataset), slab)])
 
 
 def _paths(files):

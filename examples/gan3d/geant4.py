@@ -66,6 +66,11 @@ def generate(rng, energies, size=25):
     return images
 
 
+def tell_steps(tells):
+    """Let Geant4 tell of its steps in silicon, or not: showers are then simulated, but their images stay empty."""
+    _simulation().tell_steps(tells)
+
+
 @cache
 def _simulation():
     """One per process: Geant4 cannot be started twice."""
@@ -141,6 +146,9 @@ class _Simulation:
 
     def seed(self, value):
         self._g4.G4Random.setTheSeed(value)
+
+    def tell_steps(self, tells):
+        self._g4.G4SDManager.GetSDMpointer().Activate("silicon", tells)
 
     def shower(self, energy):
         """Simulate an electron of `energy` GeV.

@@ -187,7 +187,7 @@ def main(argv=None):
 
     from examples.gan3d import data, study_page, validate  # Keras, which the ranks need not wait for
 
-    test = data.Showers(args.data, JUDGED, part="test").all()
+    test = data.read(args.data, part="test")
     images = test.images[:JUDGED, ..., 0] * np.float32(data.CELL_UNIT_GEV)
     energies = test.energies[:JUDGED, 0].astype("float64") * data.ENERGY_UNIT_GEV
     lines = [line for run in runs for line in curve(run, args, images, energies)]

@@ -35,6 +35,7 @@ def arguments(argv=None):
     parser.add_argument("--preset", choices=networks.PRESETS, default="mini", help="size of images (default: mini)")
     parser.add_argument("--epochs", type=int, default=25)
     parser.add_argument("--batch-size", type=int, help="showers per rank and step (default: the preset's)")
+    parser.add_argument("--stage", type=Path, metavar="FOLDER", help="of the node, for a cache of what is read")
     parser.add_argument("--steps", type=int, help="at most so many steps per epoch, to try things out")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of every rank, not scaled (default: 0.001)")
     parser.add_argument(
@@ -188,7 +189,9 @@ def main(argv=None):
     size_of_batch = args.batch_size or preset.batch_size
     keras_hpc.init(teams=2)
     rank, size = keras_hpc.rank(), keras_hpc.size()
-    showers = Showers(args.data, size_of_batch, rank=rank, size=size, seed=args.seed, drop_last=True)
+    if args.stage:
+        keras_hpc.data.stage(args.stage, limit="20GB")
+    showers = Showers(args.data, size_of_batch, rank=rank, size=size, seed=args.seed)
     if showers.image_shape != preset.shape:
         raise SystemExit(
             f"Preset {preset.name} is for images of {preset.shape}. Received: {args.data} of {showers.image_shape}"
