@@ -112,9 +112,8 @@ def reduce(
     Returns:
         The reduced arrays, in the plan's order.
     """
-    return _run(
-        functools.partial(_start_and_done, after=after) if after else _start_and_done, plan, tensors, weight, active
-    )
+    function = functools.partial(_start_and_done, after=after) if after else _start_and_done
+    return _run(function, plan, tensors, weight, active)
 
 
 def gather(plan: Any, tensors: Sequence[Any], active: Any = None) -> list[jax.Array]:
@@ -295,12 +294,18 @@ def _second_program(plan: int) -> Any:
 
 
 def _on_gpu(
-    plan: int, tensors: Sequence[Any], weight: Any, active: Any, wait: Callable[..., Any], idle: Callable[..., Any]
+    plan: int,
+    tensors: Sequence[Any],
+    weight: Any,
+    active: Any,
+    wait: Callable[..., Any],
+    idle: Callable[..., Any],
+    after: Sequence[Any] = (),
 ) -> list[jax.Array]:
     """Start all tensors, and wait; or, where `active` is false, be idle. No handler reads a scalar on the GPU."""
 
     def communicate(tensors: Sequence[Any]) -> list[jax.Array]:
-        started = [_call(_START_ON, [x], [weight], plan=plan, tensor=i)[0] for i, x in enumerate(tensors)]
+        started = [_call(_START_ON, [x], [weight, *after], plan=plan, tensor=i)[0] for i, x in enumerate(tensors)]
         reduced: list[jax.Array] = wait(started)
         return reduced
 
@@ -315,7 +320,7 @@ def _start_and_done(
 ) -> list[jax.Array]:
     if number_of_gpu() is not None:
         wait = functools.partial(_call, _WAIT_ON, others=[], plan=plan)
-        return _on_gpu(plan, tensors, weight, active, wait, list)
+        return _on_gpu(plan, tensors, weight, active, wait, list, after)
     others = [weight, active, *after, *jax_chain.before()]
     buffers = [_call(_START, [x], others, plan=plan, tensor=i)[0] for i, x in enumerate(tensors)]
     results = _call(_DONE, buffers, [active], plan=plan)
