@@ -46,8 +46,15 @@ def _convolved(layer, filters, **kwargs):
     return layer(filters, 5, strides=2, padding="same", kernel_initializer=start, **kwargs)
 
 
-def generator(size, filters, levels):
-    """Returns the network from noise, (batch, 64), to maps, (batch, size, size, 1); its images grow `levels` times."""
+def generator(size, filters, levels, **normalization):
+    """Returns the network from noise, (batch, 64), to maps, (batch, size, size, 1); its images grow `levels` times.
+
+    Args:
+        size: of the maps.
+        filters: of the widest level.
+        levels: how many.
+        normalization: more of BatchNormalization; `synchronized=True` needs a job, except on TensorFlow.
+    """
     import keras
     from keras import layers
 
@@ -57,7 +64,7 @@ def generator(size, filters, levels):
     model.add(layers.Dense(side * side * most, kernel_initializer=start))
     model.add(layers.Reshape((side, side, most)))
     for level in range(levels - 1, -1, -1):
-        model.add(layers.BatchNormalization(momentum=AVERAGED, epsilon=1e-5, synchronized=True))
+        model.add(layers.BatchNormalization(momentum=AVERAGED, epsilon=1e-5, **normalization))
         model.add(layers.ReLU())
         last = level == 0
         wide = 1 if last else filters * 2 ** (level - 1)
@@ -65,7 +72,7 @@ def generator(size, filters, levels):
     return model
 
 
-def discriminator(size, filters, levels):
+def discriminator(size, filters, levels, **normalization):
     """Returns the network from maps to the logit of being real, (batch, 1): the generator's mirror."""
     import keras
     from keras import layers
@@ -74,7 +81,7 @@ def discriminator(size, filters, levels):
     for level in range(levels):
         model.add(_convolved(layers.Conv2D, filters * 2**level))
         if level:
-            model.add(layers.BatchNormalization(momentum=0.9, epsilon=1e-5, synchronized=True))
+            model.add(layers.BatchNormalization(momentum=0.9, epsilon=1e-5, **normalization))
         model.add(layers.LeakyReLU(negative_slope=0.2))
     model.add(layers.Flatten())
     model.add(layers.Dense(1, kernel_initializer=keras.initializers.RandomNormal(stddev=0.02)))
@@ -87,7 +94,7 @@ def compiled(rate, filters=16, levels=3):
 
     import keras_hpc
 
-    make, judge = generator(maps.SIZE, filters, levels), discriminator(maps.SIZE, filters, levels)
+    make, judge = (network(maps.SIZE, filters, levels, synchronized=True) for network in (generator, discriminator))
     both = keras.Sequential([keras.Input((LATENT,)), make, judge])
     for team, model in enumerate((judge, both)):
         average = {"use_ema": True, "ema_momentum": AVERAGED} if model is both else {}
