@@ -107,6 +107,7 @@ REQUIRED_ATTRIBUTES = {
     "keras.src.layers.layer:CallContext.__init__": ("entry_layer",),
     f"{FUNCTION}.__init__": ("_inputs", "_outputs_struct", "_nodes_by_depth"),
     "keras.src.models.sequential:Sequential.__init__": ("_functional",),
+    f"{_LAYER}.__init__": ("_call_has_training_arg",),
     f"{_LAYER}._get_call_context": ("current_call_ctx",),
     f"{_LAYER}._initialize_tracker": ("_non_trainable_variables", "_seed_generators"),
     f"{_CALLBACKS}.__init__": ("callbacks", "set_model"),
