@@ -34,6 +34,9 @@ SET_MASK = "keras.src.backend:set_keras_mask"
 FUNCTION = "keras.src.ops.function:Function"
 FUNCTIONAL = "keras.src.models.functional:Functional"
 
+# The module of convolutions on PyTorch.
+TORCH_FUNCTIONS = "keras.src.backend.torch.nn"
+
 # How the modules of Keras' own layers begin.
 LAYERS = "keras.src.layers."
 

@@ -319,9 +319,9 @@ def _reduce_maxima(optimizer: Any, gradients: list[Any], variables: Sequence[Any
     """Return gradients with those that overwrite variables being the maximum over all ranks. Collective."""
     extremes, local = float8.overwriting(variables), model_variables.known_local()
     maxima = [i for i in sorted(extremes, reverse=True) if gradients[i] is not None and id(variables[i]) not in local]
-    if not maxima:
-        return gradients
     result = float8.undone(gradients, extremes, step)
+    if not maxima:
+        return result
     specs = [_spec(i, gradients[i], variables) for i in maxima]
     team = current.team_of(optimizer)
     plan = team.plan(f"{key_of(optimizer)}/maximum", specs, op="max", weighted=False)
