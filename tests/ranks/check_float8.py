@@ -4,7 +4,7 @@
 import keras
 import numpy as np
 import pytest
-from keras_cases import assert_close, enough, on_one_rank
+from keras_cases import assert_close, enough, enough_on, on_one_rank
 from regression import X, Y, compare
 
 import keras_hpc
@@ -57,3 +57,14 @@ def test_a_layer_that_is_each_ranks_own_leaves_the_gradients_of_others_alone():
         return [np.array(weight) for weight in layers[1].get_weights()]
 
     assert_close(last(), on_one_rank(last), 1e-6)
+
+
+@enough_on("tensorflow", "jax")
+def test_a_layer_that_is_each_ranks_own_keeps_its_scales_without_samples():
+    layer = keras.layers.Dense(6, "tanh", dtype="float8_from_float32")
+    model = keras.Sequential([keras.Input((4,)), layer, keras.layers.Dense(1)])
+    keras_hpc.keep_local(layer)
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    # The first steps, of one sample, are the first rank's alone; other ranks have none.
+    model.fit(X[:2], Y[:2], batch_size=1, verbose=0)
+    assert float(keras.ops.max(layer.inputs_scale.value)) > 0
