@@ -137,8 +137,8 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
             first_update.warn_of_equal_gradients(current.team_of(self), gradients)
         if current.team_of(self).schedule.local is not None:
             return _apply_local(self, original, bound, gradients, list(variables), count)
-        values = bound.arguments["trainable_variables"] if stateless else variables
-        gradients = _reduce_maxima(self, gradients, variables, values, step)
+        held = bound.arguments["trainable_variables"] if stateless else variables
+        gradients = _reduce_maxima(self, gradients, variables, held, step)
         reduce_later = accumulates(self)
         here = pipelined and (not reduce_later or bool(self.gradient_accumulation_steps))
         if reduce_later or not pipelined:
