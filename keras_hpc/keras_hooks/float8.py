@@ -10,7 +10,8 @@ divided by it before they are averaged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -23,13 +24,16 @@ def overwriting(variables: Sequence[Any]) -> set[int]:
     return {i for i, variable in enumerate(variables) if getattr(variable, "overwrite_with_gradient", False)}
 
 
-def undone(gradients: list[Any], extremes: set[int], step: running.Step | None) -> list[Any]:
+def undone(
+    gradients: list[Any], extremes: set[int], step: running.Step | None, own: Mapping[int, Any] = MappingProxyType({})
+) -> list[Any]:
     """Return gradients as if the loss had not been multiplied; a rank without samples has seen nothing.
 
     Args:
         gradients: this rank's.
         extremes: the positions of those that overwrite.
         step: the step that computed them; None in a loop of the user's own.
+        own: what variables hold that overwriting gradients of this rank alone overwrite; without samples they keep it.
     """
     if step is None or not extremes:
         return gradients
@@ -40,7 +44,8 @@ def undone(gradients: list[Any], extremes: set[int], step: running.Step | None) 
         if index in extremes:
             if step.count is not None:
                 has_samples = keras.ops.cast(step.count, "int32") > 0
-                result[index] = keras.ops.where(has_samples, gradient, keras.ops.zeros_like(gradient))
+                nothing = keras.ops.cast(own[index], gradient.dtype) if index in own else keras.ops.zeros_like(gradient)
+                result[index] = keras.ops.where(has_samples, gradient, nothing)
         elif step.share is not None and hasattr(gradient, "dense_shape"):
             values = _divided(gradient.values, step.share)
             result[index] = type(gradient)(values, gradient.indices, gradient.dense_shape)

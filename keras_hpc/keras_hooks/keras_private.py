@@ -34,6 +34,9 @@ SET_MASK = "keras.src.backend:set_keras_mask"
 FUNCTION = "keras.src.ops.function:Function"
 FUNCTIONAL = "keras.src.models.functional:Functional"
 
+# The module of convolutions on PyTorch.
+TORCH_FUNCTIONS = "keras.src.backend.torch.nn"
+
 # How the modules of Keras' own layers begin.
 LAYERS = "keras.src.layers."
 
@@ -107,6 +110,7 @@ REQUIRED_ATTRIBUTES = {
     "keras.src.layers.layer:CallContext.__init__": ("entry_layer",),
     f"{FUNCTION}.__init__": ("_inputs", "_outputs_struct", "_nodes_by_depth"),
     "keras.src.models.sequential:Sequential.__init__": ("_functional",),
+    f"{_LAYER}.__init__": ("_call_has_training_arg",),
     f"{_LAYER}._get_call_context": ("current_call_ctx",),
     f"{_LAYER}._initialize_tracker": ("_non_trainable_variables", "_seed_generators"),
     f"{_CALLBACKS}.__init__": ("callbacks", "set_model"),

@@ -137,7 +137,8 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
             first_update.warn_of_equal_gradients(current.team_of(self), gradients)
         if current.team_of(self).schedule.local is not None:
             return _apply_local(self, original, bound, gradients, list(variables), count)
-        gradients = _reduce_maxima(self, gradients, variables, step)
+        held = bound.arguments["trainable_variables"] if stateless else variables
+        gradients = _reduce_maxima(self, gradients, variables, held, step)
         reduce_later = accumulates(self)
         here = pipelined and (not reduce_later or bool(self.gradient_accumulation_steps))
         if reduce_later or not pipelined:
@@ -315,16 +316,16 @@ def _spec(index: int, gradient: Any, variables: Sequence[Any], needed: Sequence[
     return TensorSpec(f"{index}: {name}", tuple(owner.shape), dtype, takers=() if needed is None else needed[index])
 
 
-def _reduce_maxima(optimizer: Any, gradients: list[Any], variables: Sequence[Any], step: Any) -> list[Any]:
+def _reduce_maxima(optimizer: Any, gradients: list[Any], variables: Any, values: Any, step: Any) -> list[Any]:
     """Return gradients with those that overwrite variables being the maximum over all ranks. Collective."""
     extremes, local = float8.overwriting(variables), model_variables.known_local()
     maxima = [i for i in sorted(extremes, reverse=True) if gradients[i] is not None and id(variables[i]) not in local]
+    own = {index: values[index] for index in extremes if id(variables[index]) in local}
+    result = float8.undone(gradients, extremes, step, own)
     if not maxima:
-        return gradients
-    result = float8.undone(gradients, extremes, step)
+        return result
     specs = [_spec(i, gradients[i], variables) for i in maxima]
-    team = current.team_of(optimizer)
-    plan = team.plan(f"{key_of(optimizer)}/maximum", specs, op="max", weighted=False)
+    plan = current.team_of(optimizer).plan(f"{key_of(optimizer)}/maximum", specs, op="max", weighted=False)
     _replace(result, maxima, backends.current().reduce(plan, [result[i] for i in maxima]))
     return result
 

@@ -221,8 +221,9 @@ class Plan:
                 raise self._refusal(layer, "is a model with a `call` of its own")
             return Step("layer", (WHOLE,) * len(node.outputs), (None,) * len(before))
         # Of several inputs Keras gives a list of masks, each None.
-        if len(node.arguments.args) != 1 or any(v is not None for v in keras.tree.flatten(node.arguments.kwargs)):
-            raise self._refusal(layer, "is a model that is called with more than its inputs")
+        others = {name: value for name, value in node.arguments.kwargs.items() if name != "training"}
+        if len(node.arguments.args) != 1 or any(v is not None for v in keras.tree.flatten(others)):
+            raise self._refusal(layer, "is a model that is called with more than its inputs and `training`")
         plan = Plan(inner, self.grid, self.min_rows, before, f"{self._prefix}{layer.name}/")
         return Step("model", tuple(plan.outputs), (None,) * len(before), plan=plan)
 

@@ -181,7 +181,8 @@ class Runner:
             fetched = self._with_mask if step.kind == "layer" and step.splits[0] else self._fetched
             mine[id(tensor)] = fetched(values[id(tensor)], read, f"{name}.{index}" if index else name)
         if step.kind == "model":
-            return self._inner[id(node)]._outputs([mine[id(x)] for x in node.input_tensors], operation_fn, False, name)
+            inner = _in_mode(operation_fn, node.arguments.kwargs.get("training"))
+            return self._inner[id(node)]._outputs([mine[id(x)] for x in node.input_tensors], inner, False, name)
         args, kwargs = node.arguments.fill_in(mine)
         call = operation_fn(layer)
         total = functools.partial(self._sum, name) if step.kind == "moments" else None
@@ -298,6 +299,20 @@ def _last_uses(plan: Plan) -> dict[int, list[int]]:
         if tensor not in kept:
             done[node].append(tensor)
     return done
+
+
+def _in_mode(operation_fn: Callable[[Any], Any], training: bool | None) -> Callable[[Any], Any]:
+    """Return what calls an operation of a model that is called with `training`, unless the call of all says another."""
+    if training is None:
+        return operation_fn
+
+    def calling(operation: Any) -> Any:
+        call = operation_fn(operation)
+        if not getattr(operation, "_call_has_training_arg", False):
+            return call
+        return lambda *args, **kwargs: call(*args, **{**kwargs, "training": training})
+
+    return calling
 
 
 def _may_draw(layer: Any) -> bool:

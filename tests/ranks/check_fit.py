@@ -292,6 +292,18 @@ def test_mixed_float16():
     assert isinstance(made.optimizer, keras.optimizers.LossScaleOptimizer)
 
 
+class Convolution(keras.layers.Layer):
+    """By the function, and not by a layer of Keras."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(3, 3, shape[-1], 1))
+        self.back = self.add_weight(shape=(3, 3, 2, 1))
+
+    def call(self, x):
+        x = keras.ops.conv(x, self.kernel, padding="same")
+        return keras.ops.conv_transpose(x, self.back, 1, padding="same")
+
+
 @enough_on("torch")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("tail", [1, 2])
@@ -302,7 +314,7 @@ def test_ranks_with_a_single_sample(transposed, tail):
     def model():
         keras.utils.set_random_seed(3)
         layers = [keras.layers.Conv2D(1 if transposed else 4, 3, padding="same")]
-        layers += [keras.layers.Conv2DTranspose(4, 3, padding="same")] * transposed
+        layers += [keras.layers.Conv2DTranspose(4, 3, padding="same"), Convolution()] if transposed else []
         return keras.Sequential([keras.Input((12, 9, 1)), *layers, keras.layers.Conv2D(1, 3, padding="same")])
 
     assert_like_one_rank(compiled(model=model, loss="mse"), fit((x, x)), tolerance=1e-5)

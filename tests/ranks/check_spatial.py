@@ -118,6 +118,20 @@ def _direct(model, x):
     return keras.ops.convert_to_numpy(model(x, training=False))
 
 
+@pytest.mark.parametrize("training", enough([True, False], "torch"))
+def test_a_model_inside_keeps_the_mode_that_it_is_called_with(training, grid):
+    def outputs():
+        def network():
+            inner = keras.Sequential([keras.Input((12, 7, 2)), layers.Conv2D(3, 3), layers.BatchNormalization()])
+            inputs = keras.Input((12, 7, 2))
+            return keras.Model(inputs, layers.Conv2D(2, 1)(inner(inputs, training=training)))
+
+        model = compiled(network)
+        return keras.ops.convert_to_numpy(model(samples(model, 4)[0]))
+
+    np.testing.assert_allclose(outputs(), on_one_rank(outputs), rtol=1e-4, atol=1e-5)
+
+
 LOSSES = {
     "sum": lambda: keras.losses.MeanSquaredError(reduction="sum"),
     "weighted mean": lambda: keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"),

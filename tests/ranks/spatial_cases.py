@@ -113,7 +113,21 @@ def normalized():
     ])  # fmt: skip
 
 
-NETWORKS = [strided, residual, unet, volumes, lines, normalized]
+def transfer():
+    """A model that is trained already, frozen and called as in inference, below layers that are trained."""
+    base = keras.Sequential([
+        keras.Input((26, 9, 2)), layers.Conv2D(6, 3, padding="same"), norm(), layers.ReLU(),
+        layers.MaxPooling2D(2), layers.Conv2D(4, 3, padding="same"), norm(),
+    ])  # fmt: skip
+    for weight in base.weights:
+        weight.assign(keras.ops.abs(weight) + 0.1)
+    base.trainable = False
+    inputs = keras.Input((26, 9, 2))
+    x = layers.Conv2D(4, 3, padding="same", activation="relu")(base(inputs, training=False))
+    return keras.Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling2D()(x)))
+
+
+NETWORKS = [strided, residual, unet, volumes, lines, normalized, transfer]
 
 
 def compiled(network, loss=None, optimizer=None, **options):
