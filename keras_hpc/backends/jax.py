@@ -112,6 +112,7 @@ def reduce(
     Returns:
         The reduced arrays, in the plan's order.
     """
+    after = list(filter(is_traced, after))  # outside of programs one plan ends before the next begins
     function = functools.partial(_start_and_done, after=after) if after else _start_and_done
     return _run(function, plan, tensors, weight, active)
 

@@ -164,6 +164,7 @@ def meet(step: running.Step) -> None:
     """
     if weighs_numbers(step):
         part_of(step)
+        step.first = step.total
 
 
 def _is_number(values: Any) -> bool:

@@ -263,15 +263,15 @@ def reduce_gradients(
     sparse = [index for index in order if hasattr(gradients[index], "dense_shape")]
     means = [index for index in order if index not in extremes and index not in sparse]
     team = current.team_of(_applying.optimizer or optimizer)
-    backend = backends.current()
     if keras.backend.backend() == "torch":
         plan, means = plan_in_segment(optimizer, gradients, variables)
-        _replace(result, means, backend.gradients_of(plan).reduce([gradients[i] for i in means], count))
+        _replace(result, means, backends.current().gradients_of(plan).reduce([gradients[i] for i in means], count))
     elif means:
         needed = takers.of_gradients(optimizer, variables)
         specs = [_spec(i, gradients[i], variables, needed) for i in means]
         plan = team.plan(key_of(optimizer), specs, wire_dtype=team.wire_dtype)
-        _replace(result, means, backend.reduce(plan, [gradients[i] for i in means], weight=count, active=due))
+        others = running.before([gradients[i] for i in extremes])
+        _replace(result, means, backends.current().reduce(plan, [gradients[i] for i in means], count, due, **others))
     if sparse:
         share = _share(optimizer, count) / team.size
         for index in sparse:
@@ -326,7 +326,7 @@ def _reduce_maxima(optimizer: Any, gradients: list[Any], variables: Any, values:
         return result
     specs = [_spec(i, gradients[i], variables) for i in maxima]
     plan = current.team_of(optimizer).plan(f"{key_of(optimizer)}/maximum", specs, op="max", weighted=False)
-    _replace(result, maxima, backends.current().reduce(plan, [result[i] for i in maxima]))
+    _replace(result, maxima, backends.current().reduce(plan, [result[i] for i in maxima], **running.before()))
     return result
 
 
