@@ -55,7 +55,7 @@ def test_what_holds_on_the_host_holds_by_nccl(n, backend, names, run_ranks, tmp_
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("enabled", ["0", "1"])
+@pytest.mark.parametrize("enabled", ["1", pytest.param("0", marks=pytest.mark.soak)])
 def test_ranks_that_share_a_gpu_use_nccl_only_if_it_lets_them(enabled, run_ranks, tmp_path):
     sharing = {"TESTS_SHARED_GPU": "1", "NCCL_MULTI_RANK_GPU_ENABLE": enabled}
     _run(2, "torch", ["exact"], run_ranks, tmp_path, _by_nccl(tmp_path) | sharing)
