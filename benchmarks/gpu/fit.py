@@ -3,10 +3,9 @@
 
 plain: Keras alone, without keras_hpc. init: the same behind `keras_hpc.init()`, one rank.
 light: rank 0 trains on whole batches and rank 1 on batches of one sample, so that it does little but take part.
-both:  both ranks train on whole batches; they take turns on the GPU, so this is no scaling.
 
-Prints milliseconds of a step. Of `light` and `both` it also times steps inside of `local()`: what is more outside is
-the communication that nothing hides (S2).
+Prints milliseconds of a step. Of `light` it also times steps inside of `local()`: what is more outside is the
+communication that nothing hides (S2).
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def step_ms(model: Any, x: np.ndarray, y: np.ndarray, steps: int) -> float:
 def main() -> None:
     """Measure what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", choices=["plain", "init", "light", "both"])
+    parser.add_argument("mode", choices=["plain", "init", "light"])
     parser.add_argument("--model", choices=["resnet50", "mlp", "tiny"], default="mlp")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=30)
@@ -96,8 +95,8 @@ def main() -> None:
     plain = kept.get(f"{about}, plain")
     if arguments.mode == "init" and plain:
         _overhead(f"{about}: init() alone", measured, plain, 1)
-    if arguments.mode in ("light", "both"):
-        _exposed(about, arguments, model, measured, plain if arguments.mode == "light" else None)
+    if arguments.mode == "light":
+        _exposed(about, arguments, model, measured, plain)
 
 
 def _overhead(what: str, measured: float, plain: float, most: float) -> None:
@@ -112,7 +111,7 @@ def _exposed(about: str, arguments: Any, model: Any, measured: float, plain: flo
     from keras_hpc.job import current
 
     team = current.job().teams[0]
-    batch = 1 if arguments.mode == "light" and team.rank > 0 else arguments.batch
+    batch = 1 if team.rank > 0 else arguments.batch
     alone, x, y = network(arguments.model, batch)
     team.barrier()
     with keras_hpc.local():
@@ -131,8 +130,8 @@ def _exposed(about: str, arguments: Any, model: Any, measured: float, plain: flo
     shown = measured - without
     part = shown / (copies_ms + reduce_ms)
     holds = part <= 0.25 and shown <= 2
-    say("S2", f"{about}, {arguments.mode}: a step, more than in local()", shown, "ms", "<= 2", holds=shown <= 2)
-    text = f"{about}, {arguments.mode}: of copies and reduction one after the other"
+    say("S2", f"{about}, light: a step, more than in local()", shown, "ms", "<= 2", holds=shown <= 2)
+    text = f"{about}, light: of copies and reduction one after the other"
     say("S2", text, 100 * part, "%", "<= 25", holds=holds)
     if plain:
         _overhead(f"{about}: a rank that reduces beside one that takes part", measured, plain, 3)

@@ -11,11 +11,11 @@ import argparse
 import csv
 import json
 import os
-import time
 from pathlib import Path
 
 import numpy as np
 
+from examples import clock
 from examples.contacts import dynamics
 
 LATENT = 3
@@ -135,18 +135,10 @@ def main(argv=None):
 
     model, encoder = network(*PRESETS[args.preset])
     model.compile(keras.optimizers.RMSprop(1e-3), cross_entropy)
-    seconds = []
-
-    class Clock(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            self.begin = time.perf_counter()
-
-        def on_test_begin(self, logs=None):
-            seconds.append(time.perf_counter() - self.begin)
-
+    timed = clock.epochs()
     tests = batches("test", shuffle=False)
     history = model.fit(
-        batches("train", shuffle="all"), validation_data=tests, epochs=args.epochs, callbacks=[Clock()], verbose=2
+        batches("train", shuffle="all"), validation_data=tests, epochs=args.epochs, callbacks=[timed], verbose=2
     ).history
     keras_hpc.check_replicas(model)
     logits, latent = model.predict(tests, verbose=0), encoder.predict(tests, verbose=0)[:, :LATENT]
@@ -157,7 +149,7 @@ def main(argv=None):
         with (args.out / "history.csv").open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["epoch", "seconds", *history])
-            writer.writerows(zip(range(1, args.epochs + 1), seconds, *history.values(), strict=True))
+            writer.writerows(zip(range(1, args.epochs + 1), timed.seconds, *history.values(), strict=True))
         found = quality(maps, states, logits, latent, args.seed)
         (args.out / "quality.json").write_text(json.dumps(found))
         np.savez(

@@ -11,11 +11,11 @@ import argparse
 import csv
 import json
 import os
-import time
 from pathlib import Path
 
 import numpy as np
 
+from examples import clock
 from examples.cosmoflow import boxes
 
 
@@ -110,18 +110,10 @@ def main(argv=None):
     }
     model = network(boxes.SIZE, args.filters, args.dropout)
     model.compile(keras.optimizers.Adam(args.learning_rate), "mse", metrics=["mae"])
-    seconds = []
-
-    class Clock(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            self.begin = time.perf_counter()
-
-        def on_test_begin(self, logs=None):
-            seconds.append(time.perf_counter() - self.begin)
-
+    timed = clock.epochs()
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch: rate(epoch, args.learning_rate, args.epochs))
     history = model.fit(
-        data["train"], validation_data=data["test"], epochs=args.epochs, callbacks=[schedule, Clock()], verbose=2
+        data["train"], validation_data=data["test"], epochs=args.epochs, callbacks=[schedule, timed], verbose=2
     ).history
     keras_hpc.check_replicas(model)
     answers = model.predict(data["test"], verbose=0)
@@ -131,7 +123,7 @@ def main(argv=None):
         with (args.out / "history.csv").open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["epoch", "seconds", *history])
-            writer.writerows(zip(range(1, args.epochs + 1), seconds, *history.values(), strict=True))
+            writer.writerows(zip(range(1, args.epochs + 1), timed.seconds, *history.values(), strict=True))
         found = quality(truth, answers)
         (args.out / "quality.json").write_text(json.dumps(found))
         np.savez(args.out / "answers.npz", truth=truth, answers=answers)

@@ -17,11 +17,11 @@ import argparse
 import csv
 import json
 import os
-import time
 from pathlib import Path
 
 import numpy as np
 
+from examples import clock
 from examples.resnet50.network import resnet50
 
 PEAK, PEAK_BATCH = 40.0, 32768  # of the LARS paper, whose warm-up begins at 0.1; it grows with the root of the batch
@@ -139,16 +139,8 @@ def main(argv=None):
         keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=SMOOTHING),
         metrics=["accuracy"],
     )
-    seconds = []
-
-    class Clock(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            self.begin = time.perf_counter()
-
-        def on_test_begin(self, logs=None):
-            seconds.append(time.perf_counter() - self.begin)
-
-    callbacks = [Clock()]
+    timed = clock.epochs()
+    callbacks = [timed]
     if args.checkpoints:
         callbacks.append(keras_hpc.callbacks.Checkpoint(args.checkpoints))
     history = model.fit(train, validation_data=test, epochs=args.epochs, callbacks=callbacks, verbose=2).history
@@ -159,7 +151,7 @@ def main(argv=None):
             writer = csv.writer(file)
             writer.writerow(history)
             writer.writerows(zip(*history.values(), strict=True))
-        found = {"error": 1 - history["val_accuracy"][-1], "seconds": float(np.median(seconds))}
+        found = {"error": 1 - history["val_accuracy"][-1], "seconds": float(np.median(timed.seconds))}
         (args.out / "quality.json").write_text(json.dumps(found))
         print(f"test error {found['error']:.2%}, {found['seconds']:.1f} s an epoch")
 

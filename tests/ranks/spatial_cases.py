@@ -127,6 +127,11 @@ def transfer():
     return keras.Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling2D()(x)))
 
 
+def pixels():
+    inputs = keras.Input((13, 9, 2))
+    return keras.Model(inputs, layers.Conv2D(2, 3, padding="same")(inputs))
+
+
 NETWORKS = [strided, residual, unet, volumes, lines, normalized, transfer]
 
 
@@ -189,3 +194,7 @@ def ties():
     x = layers.ZeroPadding2D(((1, 1), (1, 1)))(layers.UpSampling2D(2)(layers.Conv2D(4, 3, padding="same")(inputs)))
     gate = layers.GlobalMaxPooling2D(keepdims=True)(x * 0.0 + layers.GlobalMaxPooling2D(keepdims=True)(x))
     return keras.Model(inputs, layers.Dense(3)(x * layers.Dense(4)(gate)))
+
+
+def direct(model, x):
+    return keras.ops.convert_to_numpy(model(x, training=False))
