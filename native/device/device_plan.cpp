@@ -17,7 +17,6 @@ namespace {
 using device::Current;
 
 constexpr auto kSlice = std::chrono::milliseconds(900);
-constexpr double kDrainSeconds = 10;
 
 }  // namespace
 
