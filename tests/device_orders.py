@@ -65,7 +65,7 @@ def two_streams():
 
 
 def queued():
-    """Steps on two streams in turn, of which the host waits for none before all are queued, and a plan that ends then."""
+    """Steps on two streams in turn; the host waits for none before all are queued, and the plan ends then."""
 
     def work(team, rank):
         step = Step(team, rank)

@@ -2,10 +2,10 @@
 """Training steps of Keras on a GPU: `python -m benchmarks.gpu.fit MODE`, with one rank or, as a job, two that share it.
 
 plain: Keras alone, without keras_hpc. init: the same behind `keras_hpc.init()`, one rank.
-light: rank 0 trains on whole batches and rank 1 on batches of one sample, so that it does little but take part.
+light: rank 0 trains, and rank 1 takes part: its gradients are constants, so that the GPU is rank 0's but for copies.
 
 Prints milliseconds of a step. Of `light` it also times steps inside of `local()`: what is more outside is the
-communication that nothing hides (S2).
+communication that nothing hides (S2), and its share of what copies and the reduction take one after the other.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras import ops
 
 from benchmarks.gpu import say
 
@@ -39,7 +40,24 @@ class Batches(keras.utils.PyDataset):
         return self._batch
 
 
-def network(name: str, batch: int) -> tuple[Any, np.ndarray, np.ndarray]:
+class TakesPart(keras.Model):
+    """A network, or what has its variables and gradients of the same shapes but computes nothing."""
+
+    def __init__(self, network: Any, computes: bool) -> None:
+        super().__init__()
+        self.network = network
+        self._computes = computes
+
+    def call(self, x: Any) -> Any:
+        """Return the network's output, or else a constant."""
+        if self._computes:
+            return self.network(x)
+        nothing = 0 * sum(ops.sum(variable) for variable in self.network.trainable_variables)
+        outputs = self.network.output_shape[-1]
+        return ops.full((ops.shape(x)[0], outputs), 1 / outputs) + nothing
+
+
+def network(name: str, batch: int, computes: bool = True) -> tuple[Any, np.ndarray, np.ndarray]:
     """Return a compiled model and a batch for it."""
     random = np.random.default_rng(0)
     shape = {"resnet50": (224, 224, 3), "mlp": (1024,), "tiny": (8,)}[name]
@@ -53,6 +71,7 @@ def network(name: str, batch: int) -> tuple[Any, np.ndarray, np.ndarray]:
         layers = [keras.layers.Dense(width, activation="relu") for _ in range(depth)]
         model = keras.Sequential([keras.Input(shape), *layers, keras.layers.Dense(1)])
         y, loss = random.standard_normal((batch, 1), np.float32), "mse"
+    model = TakesPart(model, computes)
     model.compile(keras.optimizers.SGD(1e-4), loss)
     return model, x, y
 
@@ -85,8 +104,7 @@ def main() -> None:
 
         keras_hpc.init(shard=False, threads_per_team=arguments.threads or "auto")
         rank = keras_hpc.rank()
-    batch = 1 if arguments.mode == "light" and rank > 0 else arguments.batch
-    model, x, y = network(arguments.model, batch)
+    model, x, y = _network(arguments, rank)
     measured = step_ms(model, x, y, arguments.steps)
     kept[f"{about}, {arguments.mode}"] = measured
     if rank == 0:
@@ -99,6 +117,11 @@ def main() -> None:
         _exposed(about, arguments, model, measured, plain)
 
 
+def _network(arguments: argparse.Namespace, rank: int) -> tuple[Any, np.ndarray, np.ndarray]:
+    only_takes_part = arguments.mode == "light" and rank > 0
+    return network(arguments.model, 1 if only_takes_part else arguments.batch, not only_takes_part)
+
+
 def _overhead(what: str, measured: float, plain: float, most: float) -> None:
     more = 100 * (measured / plain - 1)
     say("fit", f"{what}, more than without", more, "%", f"< {most}", holds=more < most)
@@ -109,22 +132,27 @@ def _exposed(about: str, arguments: Any, model: Any, measured: float, plain: flo
     import keras_hpc
     from keras_hpc import _native
     from keras_hpc.job import current
+    from keras_hpc.job.plan import TensorSpec
 
     team = current.job().teams[0]
-    batch = 1 if team.rank > 0 else arguments.batch
-    alone, x, y = network(arguments.model, batch)
+    alone, x, y = _network(arguments, team.rank)
     team.barrier()
     with keras_hpc.local():
         without = step_ms(alone, x, y, arguments.steps)
-    gradients = np.zeros(sum(int(np.prod(v.shape)) for v in model.trainable_variables), np.float32)
-    team.allreduce(gradients)
-    begin = time.perf_counter()
-    team.allreduce(gradients)
-    reduce_ms = 1e3 * (time.perf_counter() - begin)
+    gradients = [TensorSpec("all", (sum(int(np.prod(v.shape)) for v in model.trainable_variables),), "float32")]
+    on_host = team.plan("gradients on the host", gradients, in_segment=True, device=-1)
+    array, reduce_ms = on_host.array(0), 0.0
+    for _ in range(3):  # the first one touches the memory
+        array[:] = 0
+        team.barrier()
+        begin = time.perf_counter()
+        on_host.start(0, array)
+        on_host.wait_all()
+        reduce_ms = 1e3 * (time.perf_counter() - begin)
     copies_ms = 0.0
     with contextlib.suppress(_native.Error):
         to_host, back = _native.device_speeds(0, 4 << 20)
-        copies_ms = 1e3 * gradients.nbytes * (1 / to_host + 1 / back)
+        copies_ms = 1e3 * array.nbytes * (1 / to_host + 1 / back)
     if team.rank > 0:
         return
     shown = measured - without

@@ -387,8 +387,8 @@ def _exchange(optimizer: Any, name: str, tensor: Any, op: str) -> Any:
 
 def _guard_trace(optimizer: Any, gradients: Any) -> None:
     """Make a step that is traced in `local()` fail where it runs outside: it would never communicate again."""
-    traced = next((g for g in gradients or () if g is not None and backends.current().is_traced(g)), None)
-    if traced is not None and current.is_local() and current.job().size > 1 and running.call() is None:
+    is_asked = current.is_local() and current.job().size > 1 and running.call() is None
+    if is_asked and any(g is not None and backends.current().is_traced(g) for g in gradients or ()):
         backends.current().check_when_run(_refuse_outside_of_local)
 
 
