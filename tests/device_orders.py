@@ -64,31 +64,6 @@ def two_streams():
     _check_steps(run(NODES, lambda team, rank: overlapping_steps(team, rank, 6)))
 
 
-def queued():
-    """Steps on two streams in turn; the host waits for none before all are queued, and the plan ends then."""
-
-    def work(team, rank):
-        step = Step(team, rank)
-        tensors = [step.tensors, [Tensor(array) for array in data_of(rank, COUNTS, DTYPES)]]
-        streams = [step.stream, Stream()]
-        results = []
-        for number in range(6):
-            step.tensors, step.stream = tensors[number % 2], streams[number % 2]
-            if number == 4:
-                step.stream.take_time(20)  # so the host is far ahead when the step ends
-            step.start(data_of(rank, COUNTS, DTYPES, number))
-            results.append(step.queue_wait())
-        driver().fake_in_step(0)
-        step.plan.end()
-        for stream in streams:
-            stream.close()
-        for tensor in tensors[0] + tensors[1]:
-            tensor.free()
-        return results
-
-    _check_steps(run(NODES, work))
-
-
 def beside_the_host():
     """What is on the device in one step, is on the host in the next, which does not wait for the device."""
 
@@ -321,7 +296,7 @@ def ended_at_once():
 
 # The quick ones first.
 SCENARIOS = [calls, by_nccl, beside_the_host, ended_at_once, finished, failing_steps, failing_steps_by_nccl]
-SCENARIOS += [queued, two_streams, pipelined, one_stream]
+SCENARIOS += [two_streams, pipelined, one_stream]
 
 
 def sites() -> list[str]:

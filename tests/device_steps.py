@@ -3,7 +3,6 @@
 import contextlib
 import random
 
-import numpy as np
 from fake_cuda import Stream, Tensor, driver
 from in_process import data_of
 
@@ -51,14 +50,6 @@ class Step:
         stream = stream or self.stream
         self.plan.wait_on(stream.handle)
         return [tensor.read(stream) for tensor in reversed(self.tensors)][::-1]  # first what comes back last
-
-    def queue_wait(self):
-        """End a step without a wait on the host; return the arrays that get its means once the stream comes there."""
-        self.plan.queue_wait_on(self.stream.handle)
-        found = [np.empty(tensor.size, tensor.dtype) for tensor in self.tensors]
-        for tensor, to in zip(self.tensors, found, strict=True):
-            tensor.read_later(self.stream, to)
-        return found
 
     def abandon(self, team):
         """What cannot go on, ends with its team."""

@@ -62,7 +62,6 @@ def driver() -> ctypes.CDLL:
     fake.fake_hang.argtypes = [ctypes.c_void_p, ctypes.c_int]
     fake.fake_destroy_stream.argtypes = fake.fake_finish.argtypes = [ctypes.c_void_p]
     fake.fake_write.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t]
-    fake.fake_read_later.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t]
     fake.fake_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t]
     fake.fake_fail.argtypes = [ctypes.c_char_p, ctypes.c_int]
     fake.fake_peek.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t]
@@ -104,10 +103,6 @@ class Tensor:
         array = np.empty(self.size, self.dtype)
         driver().fake_read(stream.handle, array.ctypes.data, self.address, self.nbytes)
         return array
-
-    def read_later(self, stream: Stream, to: np.ndarray) -> None:
-        """Queue a kernel that writes its values to an array, which must live until then."""
-        driver().fake_read_later(stream.handle, to.ctypes.data, self.address, self.nbytes)
 
     def peek(self) -> np.ndarray:
         """Return its values as they are, whatever streams have still to do."""

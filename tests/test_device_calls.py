@@ -14,7 +14,6 @@ from launch import ROOT
 from keras_hpc import _native
 
 STEPS = 4  # synchronous, pipelined twice, and synchronous again, with two updates
-QUEUED = 2  # of another plan, after them
 WEIGHTS = [1.0, 3.0]
 # Of the start of a job, of measurements, and of NCCL.
 NOT_OF_STEPS = ["cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuDeviceGetName", "cuDeviceGetUuid"]
@@ -40,8 +39,8 @@ def _mean(number: int) -> np.ndarray:
     return np.full(2000, 3.0 + number, np.float32)
 
 
-def _train(team, rank, plan, queued, found):
-    """Steps of two plans on the device, and a call of its own; what comes out goes to `found`."""
+def _train(team, rank, plan, found):
+    """Steps of a plan on the device, each ended on the host, and a call of its own; what comes out goes to `found`."""
     with contextlib.ExitStack() as kept:
         x, second = (Tensor(np.empty(2000, np.float32)) for _ in range(2))
         updates = Tensor(np.empty(1, np.int32))
@@ -63,11 +62,6 @@ def _train(team, rank, plan, queued, found):
             if count > 1:
                 plan.second_on([second.address, 0], stream.handle)
                 found.append(second.read(stream))
-        for number in range(STEPS, STEPS + QUEUED):
-            x.write(stream, _input(rank, number))
-            queued.start_on(0, x.address, x.nbytes, WEIGHTS[rank], stream.handle)
-            queued.queue_wait_on(stream.handle)
-            found.append(x.read(stream))
         team_allreduce(team, x, "max", stream)
         found.append(x.read(stream))
         team.barrier()
@@ -77,27 +71,23 @@ def _work(team, rank):
     """As keras_hpc does it: all ranks use their GPUs, or none. Returns how it ended, and what had come out."""
     plan = team.plan("x", [("x", "float32", 2000), ("n", "float32", 3)], "mean", True, "", True, True)
     plan.set_schedule(1, 2)
-    queued = team.plan("y", [("y", "float32", 2000)], "mean", True, "", True)
-    found = []
-    for index, opened in enumerate((plan, queued)):
-        problem = ""
-        try:
-            opened.open_device(0)
-        except _native.Error as error:
-            problem = str(error)
-        refused = np.array([len(problem)], np.int32)
-        team.allreduce(as_bytes(refused), "int32", "max")
-        if refused[0] > 0:
-            for usable in (plan, queued)[: index + (not problem)]:
-                usable.close_device()
-            return "refused", problem, found
+    problem, found = "", []
     try:
-        _train(team, rank, plan, queued, found)
+        plan.open_device(0)
+    except _native.Error as error:
+        problem = str(error)
+    refused = np.array([len(problem)], np.int32)
+    team.allreduce(as_bytes(refused), "int32", "max")
+    if refused[0] > 0:
+        if not problem:
+            plan.close_device()
+        return "refused", problem, found
+    try:
+        _train(team, rank, plan, found)
     except _native.Error as error:
         team.close()
         return "error", str(error), found
     plan.end()
-    queued.end()
     return "trained", "", found
 
 
@@ -110,10 +100,8 @@ def _check(fake, name: str, after: int) -> str:
     (end,) = {end for end, _, _ in results}
     for _, _, found in results:
         for number, values in enumerate(found):
-            of_queued = STEPS <= number < STEPS + QUEUED
-            right = _mean(number) if number < STEPS + QUEUED else np.full(2000, STEPS + QUEUED + 2.0)
-            assert (values == right).all() or (of_queued and end == "error" and np.isnan(values).all()), number
-        assert end != "trained" or len(found) == STEPS + QUEUED + 1
+            assert (values == (_mean(number) if number < STEPS else np.full(2000, STEPS + 1.0))).all(), number
+        assert end != "trained" or len(found) == STEPS + 1
     if end != "trained":
         of_driver = [f"The GPU's driver: {name} failed with CUDA_ERROR_UNKNOWN." in text for _, text, _ in results]
         assert sum(of_driver) == 1, results

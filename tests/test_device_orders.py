@@ -15,8 +15,6 @@ OPERATIONS = {
     "cuStreamWaitEvent": r"(?:\.|->)make_wait\(",
     "cuEventQuery": r"(?:\.|->)is_over\(",
     "cuStreamQuery": r"(?:\.|->)is_idle\(",
-    "cuStreamWriteValue64": r"->announce\(",
-    "cuStreamWaitValue64": r"->hold\(",
 }
 
 

@@ -77,7 +77,7 @@ def old_library(tmp_path_factory):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        ("", "The CUDA driver of this machine is too old: it has no function cuEventQuery. Expected one for CUDA 11.7"),
+        ("", "The CUDA driver of this machine is too old: it has no function cuEventQuery. Expected one for CUDA 11.4"),
         ("cuInit", "The CUDA driver does not start .cuInit.: CUDA_ERROR_UNKNOWN"),
         ("cuDeviceGet", "The GPU's driver: cuDeviceGet failed with CUDA_ERROR_UNKNOWN"),
     ],

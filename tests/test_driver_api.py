@@ -42,9 +42,7 @@ constexpr bool equal(const char* a, const char* b) {
 VALUES = """
 static_assert(kNotReady == CUDA_ERROR_NOT_READY && kInvalidValue == CUDA_ERROR_INVALID_VALUE && CUDA_SUCCESS == 0);
 static_assert(kNonBlockingStream == CU_STREAM_NON_BLOCKING && kNoTiming == CU_EVENT_DISABLE_TIMING);
-static_assert(kPortable == CU_MEMHOSTREGISTER_PORTABLE && kMapped == CU_MEMHOSTREGISTER_DEVICEMAP);
-static_assert(kCanWaitForValues == CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS);
-static_assert(kAtLeast == CU_STREAM_WAIT_VALUE_GEQ);
+static_assert(kPortable == CU_MEMHOSTREGISTER_PORTABLE);
 static_assert(kMemoryType == CU_POINTER_ATTRIBUTE_MEMORY_TYPE && kDeviceMemory == CU_MEMORYTYPE_DEVICE);
 static_assert(kDeviceOrdinal == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
 static_assert(sizeof(Uuid) == sizeof(CUuuid) && sizeof(Pointer) == sizeof(CUdeviceptr));

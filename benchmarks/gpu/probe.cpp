@@ -30,14 +30,17 @@ namespace {
 struct IpcHandle {
   char reserved[64];
 };
-constexpr unsigned kLazyPeer = 1;
+constexpr unsigned kMapped = 2, kGreaterOrEqual = 0, kLazyPeer = 1;
 
-#define PROBE_API(X)                                                                                \
-  X(copy_on_device, "cuMemcpyDtoDAsync_v2", Result(Pointer to, Pointer from, size_t, StreamHandle)) \
-  X(ipc_export, "cuIpcGetMemHandle", Result(IpcHandle*, Pointer))                                   \
-  X(ipc_open, "cuIpcOpenMemHandle_v2", Result(Pointer*, IpcHandle, unsigned))                       \
-  X(ipc_close, "cuIpcCloseMemHandle", Result(Pointer))                                              \
-  X(record_context, "cuCtxRecordEvent", Result(ContextHandle, EventHandle))                         \
+#define PROBE_API(X)                                                                                     \
+  X(wait_value, "cuStreamWaitValue64_v2", Result(StreamHandle, Pointer, unsigned long long, unsigned))   \
+  X(write_value, "cuStreamWriteValue64_v2", Result(StreamHandle, Pointer, unsigned long long, unsigned)) \
+  X(host_pointer, "cuMemHostGetDevicePointer_v2", Result(Pointer*, void*, unsigned))                     \
+  X(copy_on_device, "cuMemcpyDtoDAsync_v2", Result(Pointer to, Pointer from, size_t, StreamHandle))      \
+  X(ipc_export, "cuIpcGetMemHandle", Result(IpcHandle*, Pointer))                                        \
+  X(ipc_open, "cuIpcOpenMemHandle_v2", Result(Pointer*, IpcHandle, unsigned))                            \
+  X(ipc_close, "cuIpcCloseMemHandle", Result(Pointer))                                                   \
+  X(record_context, "cuCtxRecordEvent", Result(ContextHandle, EventHandle))                              \
   X(make_context_wait, "cuCtxWaitEvent", Result(ContextHandle, EventHandle))
 
 struct Table : Api {
@@ -227,7 +230,7 @@ void p3_flags() {
     std::vector<double> around, one_way;
     for (int i = 1; i <= repeats; ++i) {
       const auto u = static_cast<uint64_t>(i);
-      CHECK(wait_value(gpu.stream, flags, u, kAtLeast));
+      CHECK(wait_value(gpu.stream, flags, u, kGreaterOrEqual));
       CHECK(write_value(gpu.stream, flags + sizeof(Flag), u, 0));
       usleep(100);  // until it waits
       const auto begin = Clock::now();
@@ -263,7 +266,7 @@ void p4_blocked_neighbour() {
     barrier();
     if (k == 1) shared->results[0] = gpu.rate(16 * MiB, kernels);
     barrier();
-    if (k == 0) CHECK(wait_value(gpu.stream, flags, 1, kAtLeast));
+    if (k == 0) CHECK(wait_value(gpu.stream, flags, 1, kGreaterOrEqual));
     usleep(20000);
     barrier();
     if (k == 1) {
@@ -282,7 +285,7 @@ void p5_killed_neighbour() {
       [](int k) {
         Gpu gpu;
         const Pointer flags = map_flags();
-        if (k == 0) CHECK(wait_value(gpu.stream, flags, 1, kAtLeast));
+        if (k == 0) CHECK(wait_value(gpu.stream, flags, 1, kGreaterOrEqual));
         usleep(20000);
         barrier();
         if (k == 0) {

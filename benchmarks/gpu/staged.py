@@ -130,7 +130,9 @@ def measure_sizes(team: Team, ordinal: int, largest: int, threads: int) -> None:
             plan.wait_on(place.stream)
             place.finish()
 
-        def plan_on_host(array=plans[1].array(0), plan=plans[1]) -> None:  # type: ignore[no-untyped-def]
+        shared = plans[1].array(0)
+
+        def plan_on_host(array=shared, plan=plans[1]) -> None:  # type: ignore[no-untyped-def]
             plan.start(0, array)  # which lies in the plan's memory: nothing is copied
             plan.wait_all()
 

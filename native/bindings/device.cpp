@@ -150,14 +150,6 @@ void bind_device(nb::module_& m, nb::class_<PyPlan>& plan) {
           },
           "stream"_a)
       .def(
-          "queue_wait_on",
-          [](const PyPlan& plan, uintptr_t stream) {
-            const OpenPlan open = plan.open();
-            const auto device = device_of(plan);
-            WithoutGil()([&] { device->queue_wait_on(stream_of(stream)); });
-          },
-          "stream"_a, "Of tensors on the device alone: the stream waits for the means, and the caller does not.")
-      .def(
           "second_on",
           [](const PyPlan& plan, const std::vector<uintptr_t>& addresses, uintptr_t stream) {
             const OpenPlan open = plan.open();

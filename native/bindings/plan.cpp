@@ -84,7 +84,7 @@ nb::class_<PyPlan> bind_plan(nb::module_& m) {
           "end",
           [](const PyPlan& plan) {
             const OpenPlan open = plan.open();
-            WithoutGil()([&] { open.team->end_plan(*open.plan); });
+            open.team->end_plan(*open.plan);
             registry::remove(open.plan.get());
           },
           "Frees the plan. On every rank, between steps.")

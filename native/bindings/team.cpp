@@ -170,8 +170,7 @@ void bind_team(nb::module_& m) {
                                                                 {static_cast<size_t>(nbytes)}, owner);
           },
           "nbytes"_a, "Collective: bytes that the ranks of the node can reach directly.")
-      .def(
-          "leave", [](const PyTeam& team) { team.if_open([](Team& open) { open.leave(); }); }, release)
+      .def("leave", [](const PyTeam& team) { team.if_open([](Team& open) { open.leave(); }); })
       .def("report", &report)
       .def("stalls", &stalls, release,
            "Waits longer than stall_seconds: (what, number, detail, tensor, seconds, ranks awaited as seen here).")

@@ -6,7 +6,6 @@
 // AMD's HIP would be another table.
 #pragma once
 #include <cstddef>
-#include <cstdint>
 #include <type_traits>
 
 namespace keras_hpc::device {
@@ -24,39 +23,35 @@ struct Uuid {
 };
 
 // Every function: our name, CUDA's symbol, its type. The symbols are those that the macros of cuda.h name.
-#define KERAS_HPC_DEVICE_API(X)                                                                          \
-  X(initialize, "cuInit", Result(unsigned flags))                                                        \
-  X(version, "cuDriverGetVersion", Result(int*))                                                         \
-  X(error_name, "cuGetErrorName", Result(Result, const char**))                                          \
-  X(count, "cuDeviceGetCount", Result(int*))                                                             \
-  X(get, "cuDeviceGet", Result(int* device, int ordinal))                                                \
-  X(name, "cuDeviceGetName", Result(char*, int length, int device))                                      \
-  X(uuid, "cuDeviceGetUuid_v2", Result(Uuid*, int device))                                               \
-  X(bus_id, "cuDeviceGetPCIBusId", Result(char*, int length, int device))                                \
-  X(attribute, "cuDeviceGetAttribute", Result(int*, int attribute, int device))                          \
-  X(retain_context, "cuDevicePrimaryCtxRetain", Result(ContextHandle*, int device))                      \
-  X(release_context, "cuDevicePrimaryCtxRelease_v2", Result(int device))                                 \
-  X(push_context, "cuCtxPushCurrent_v2", Result(ContextHandle))                                          \
-  X(pop_context, "cuCtxPopCurrent_v2", Result(ContextHandle*))                                           \
-  X(create_stream, "cuStreamCreateWithPriority", Result(StreamHandle*, unsigned flags, int priority))    \
-  X(destroy_stream, "cuStreamDestroy_v2", Result(StreamHandle))                                          \
-  X(query_stream, "cuStreamQuery", Result(StreamHandle))                                                 \
-  X(make_stream_wait, "cuStreamWaitEvent", Result(StreamHandle, EventHandle, unsigned flags))            \
-  X(write_value, "cuStreamWriteValue64_v2", Result(StreamHandle, Pointer, uint64_t value, unsigned))     \
-  X(wait_value, "cuStreamWaitValue64_v2", Result(StreamHandle, Pointer, uint64_t value, unsigned flags)) \
-  X(create_event, "cuEventCreate", Result(EventHandle*, unsigned flags))                                 \
-  X(destroy_event, "cuEventDestroy_v2", Result(EventHandle))                                             \
-  X(record_event, "cuEventRecord", Result(EventHandle, StreamHandle))                                    \
-  X(query_event, "cuEventQuery", Result(EventHandle))                                                    \
-  X(allocate, "cuMemAlloc_v2", Result(Pointer*, size_t))                                                 \
-  X(free, "cuMemFree_v2", Result(Pointer))                                                               \
-  X(pin, "cuMemHostRegister_v2", Result(void*, size_t, unsigned flags))                                  \
-  X(unpin, "cuMemHostUnregister", Result(void*))                                                         \
-  X(host_pointer, "cuMemHostGetDevicePointer_v2", Result(Pointer*, void*, unsigned flags))               \
-  X(copy_to_host, "cuMemcpyDtoHAsync_v2", Result(void* to, Pointer from, size_t, StreamHandle))          \
-  X(copy_to_device, "cuMemcpyHtoDAsync_v2", Result(Pointer to, const void* from, size_t, StreamHandle))  \
-  X(copy_within, "cuMemcpyDtoDAsync_v2", Result(Pointer to, Pointer from, size_t, StreamHandle))         \
-  X(set_words, "cuMemsetD32Async", Result(Pointer, unsigned value, size_t count, StreamHandle))          \
+#define KERAS_HPC_DEVICE_API(X)                                                                         \
+  X(initialize, "cuInit", Result(unsigned flags))                                                       \
+  X(version, "cuDriverGetVersion", Result(int*))                                                        \
+  X(error_name, "cuGetErrorName", Result(Result, const char**))                                         \
+  X(count, "cuDeviceGetCount", Result(int*))                                                            \
+  X(get, "cuDeviceGet", Result(int* device, int ordinal))                                               \
+  X(name, "cuDeviceGetName", Result(char*, int length, int device))                                     \
+  X(uuid, "cuDeviceGetUuid_v2", Result(Uuid*, int device))                                              \
+  X(bus_id, "cuDeviceGetPCIBusId", Result(char*, int length, int device))                               \
+  X(retain_context, "cuDevicePrimaryCtxRetain", Result(ContextHandle*, int device))                     \
+  X(release_context, "cuDevicePrimaryCtxRelease_v2", Result(int device))                                \
+  X(push_context, "cuCtxPushCurrent_v2", Result(ContextHandle))                                         \
+  X(pop_context, "cuCtxPopCurrent_v2", Result(ContextHandle*))                                          \
+  X(create_stream, "cuStreamCreateWithPriority", Result(StreamHandle*, unsigned flags, int priority))   \
+  X(destroy_stream, "cuStreamDestroy_v2", Result(StreamHandle))                                         \
+  X(query_stream, "cuStreamQuery", Result(StreamHandle))                                                \
+  X(make_stream_wait, "cuStreamWaitEvent", Result(StreamHandle, EventHandle, unsigned flags))           \
+  X(create_event, "cuEventCreate", Result(EventHandle*, unsigned flags))                                \
+  X(destroy_event, "cuEventDestroy_v2", Result(EventHandle))                                            \
+  X(record_event, "cuEventRecord", Result(EventHandle, StreamHandle))                                   \
+  X(query_event, "cuEventQuery", Result(EventHandle))                                                   \
+  X(allocate, "cuMemAlloc_v2", Result(Pointer*, size_t))                                                \
+  X(free, "cuMemFree_v2", Result(Pointer))                                                              \
+  X(pin, "cuMemHostRegister_v2", Result(void*, size_t, unsigned flags))                                 \
+  X(unpin, "cuMemHostUnregister", Result(void*))                                                        \
+  X(copy_to_host, "cuMemcpyDtoHAsync_v2", Result(void* to, Pointer from, size_t, StreamHandle))         \
+  X(copy_to_device, "cuMemcpyHtoDAsync_v2", Result(Pointer to, const void* from, size_t, StreamHandle)) \
+  X(copy_within, "cuMemcpyDtoDAsync_v2", Result(Pointer to, Pointer from, size_t, StreamHandle))        \
+  X(set_words, "cuMemsetD32Async", Result(Pointer, unsigned value, size_t count, StreamHandle))         \
   X(pointer_attribute, "cuPointerGetAttribute", Result(void*, int attribute, Pointer))
 
 struct Api {
@@ -67,10 +62,8 @@ struct Api {
 
 // Values of CUDA's enumerations.
 constexpr Result kInvalidValue = 1, kNotReady = 600;
-constexpr unsigned kNonBlockingStream = 1, kNoTiming = 2, kPortable = 1, kMapped = 2;
+constexpr unsigned kNonBlockingStream = 1, kNoTiming = 2, kPortable = 1;
 constexpr int kMemoryType = 2, kDeviceOrdinal = 9;
-constexpr int kCanWaitForValues = 122;  // of 64 bits
-constexpr unsigned kAtLeast = 0;
 constexpr unsigned kDeviceMemory = 2;
 
 // The driver, initialized; null where this machine has none. Throws Error where it is too old or cannot start.

@@ -48,15 +48,6 @@ int khpc_wait_on(int plan, void* stream) {
       KHPC_ERROR);
 }
 
-int khpc_queue_wait_on(int plan, void* stream) {
-  return guarded(
-      [&]() -> int {
-        device_of(plan)->queue_wait_on(stream_of(stream));
-        return KHPC_OK;
-      },
-      KHPC_ERROR);
-}
-
 int khpc_second_on(int plan, void* const* data, void* stream) {
   return guarded(
       [&]() -> int {

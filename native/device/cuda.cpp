@@ -16,7 +16,7 @@ void bind(void* library, Function& function, const char* symbol) {
   void* address = dlsym(library, symbol);
   if (address == nullptr)
     throw Error(std::string("The CUDA driver of this machine is too old: it has no function ") + symbol +
-                ". Expected one for CUDA 11.7 or newer.");
+                ". Expected one for CUDA 11.4 or newer.");
   std::memcpy(&function, &address, sizeof address);
 }
 

@@ -157,7 +157,7 @@ Pinned::Pinned(const Device& device, std::byte* data, size_t nbytes) : device_(d
   begin_ = data - address % kPage;
   nbytes_ = (address % kPage + nbytes + kPage - 1) / kPage * kPage;
   const Current current(device_);
-  if (const Result result = device_.api().pin(begin_, nbytes_, kPortable | kMapped); result != 0)
+  if (const Result result = device_.api().pin(begin_, nbytes_, kPortable); result != 0)
     raise<NotPinned>(device_.api(), result, "cuMemHostRegister");
   all_pinned += nbytes_;
 }
@@ -169,34 +169,6 @@ Pinned::~Pinned() {
 
 size_t pinned_bytes() {
   return all_pinned;
-}
-
-Signal::Signal(const Device& device)
-    : device_(device), memory_(pages(sizeof(uint64_t))), pinned_(device, memory_.get(), sizeof(uint64_t)) {
-  new (memory_.get()) std::atomic<uint64_t>(0);
-  int can = 0;
-  const Current current(device_);
-  device_.check(device_.api().attribute(&can, kCanWaitForValues, device_.device_), "cuDeviceGetAttribute");
-  if (can == 0)
-    throw Error("This GPU cannot wait for numbers in the host's memory " +
-                std::string("(CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS)."));
-  device_.check(device_.api().host_pointer(&on_device_, memory_.get(), 0), "cuMemHostGetDevicePointer");
-}
-
-void Signal::announce(StreamHandle stream, uint64_t value) {
-  device_.check(device_.api().write_value(stream, on_device_, value, 0), "cuStreamWriteValue64");
-}
-
-void Signal::hold(StreamHandle stream, uint64_t value) {
-  device_.check(device_.api().wait_value(stream, on_device_, value, kAtLeast), "cuStreamWaitValue64");
-}
-
-uint64_t Signal::value() const {
-  return number().load(std::memory_order_acquire);
-}
-
-void Signal::set(uint64_t value) {
-  number().store(value, std::memory_order_release);
 }
 
 Buffer::Buffer(const Device& device, size_t nbytes) : device_(device), nbytes_(nbytes) {

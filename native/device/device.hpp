@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A GPU, and what of it a plan owns: streams, events, pinned memory.
 #pragma once
-#include <atomic>
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -48,7 +46,6 @@ class Device {
  private:
   friend class Current;
   friend class Buffer;
-  friend class Signal;
   const Api& api_;
   const int ordinal_;
   int device_ = 0;
@@ -136,28 +133,6 @@ class Pinned {
 };
 // That this process has pinned.
 size_t pinned_bytes();
-
-// A number that grows, in pinned memory: streams and the host wait for each other by it, without a call of the driver
-// when it changes. It begins with 0.
-class Signal {
- public:
-  // Throws Error where the device cannot do that.
-  explicit Signal(const Device& device);
-
-  // Once the stream has done what it was given so far, the host finds the value.
-  void announce(StreamHandle stream, uint64_t value);
-  // What the stream is given from now on, it does once the host has set this value, or a larger one.
-  void hold(StreamHandle stream, uint64_t value);
-  uint64_t value() const;
-  void set(uint64_t value);
-
- private:
-  std::atomic<uint64_t>& number() const { return *reinterpret_cast<std::atomic<uint64_t>*>(memory_.get()); }
-  const Device& device_;
-  const std::shared_ptr<std::byte> memory_;
-  const Pinned pinned_;
-  Pointer on_device_ = 0;
-};
 
 // Bytes per second between a device and pinned memory of the host, of copies of so many bytes: the best of some.
 struct Speeds {

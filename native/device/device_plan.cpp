@@ -17,6 +17,7 @@ namespace {
 using device::Current;
 
 constexpr auto kSlice = std::chrono::milliseconds(900);
+constexpr double kDrainSeconds = 10;
 
 }  // namespace
 

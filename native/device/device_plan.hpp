@@ -38,9 +38,6 @@ class DevicePlan : public Attendant {
   // the means. After an error nothing of ours reads or writes the tensors any more. No wait for the device is longer
   // than the team's limit.
   virtual void wait_on(device::StreamHandle stream) = 0;
-  // As wait_on, of tensors on the device alone, but returns at once where it can: the stream itself waits for the
-  // means. An error is told by the next call of this plan; a tensor whose mean the stream did not get is NaN then.
-  virtual void queue_wait_on(device::StreamHandle stream) { wait_on(stream); }
   // What the second update of a pipelined step applies, as Pipeline::second.
   virtual void second_on(const std::vector<device::Pointer>& data, device::StreamHandle stream) = 0;
 
@@ -54,7 +51,6 @@ class DevicePlan : public Attendant {
 
  protected:
   static constexpr auto kNap = std::chrono::microseconds(10);  // between two looks at what is on its way
-  static constexpr double kDrainSeconds = 10;                  // for the device to do what it was given
 
   DevicePlan(Team& team, Plan& plan, int ordinal);
 

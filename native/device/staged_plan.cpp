@@ -23,9 +23,7 @@ StagedPlan::StagedPlan(Team& team, Plan& plan, Pipeline* pipeline, int ordinal)
       out_(std::make_unique<device::Stream>(device_)),
       in_(std::make_unique<device::Stream>(device_)),
       back_(std::make_unique<device::Event>(device_)),
-      free_(std::make_unique<device::Event>(device_)),
-      arrived_(std::make_unique<device::Signal>(device_)),
-      reduced_(std::make_unique<device::Signal>(device_)) {
+      free_(std::make_unique<device::Event>(device_)) {
   pinned_weight_ = std::make_unique<device::Pinned>(device_, weight_place_.get(), sizeof(double));
   if (nbytes_ > 0) pinned_ = std::make_unique<device::Pinned>(device_, places_, nbytes_);
   for (int t = 0; t < count(); ++t) tensors_.push_back(std::make_unique<Tensor>(device_));
@@ -39,27 +37,13 @@ StagedPlan::~StagedPlan() {
 void StagedPlan::abandon() {
   pinned_.release();
   pinned_weight_.release();
-  arrived_.release();
-  reduced_.release();
   for (const auto& memory : {memory_, own_, weight_place_}) new std::shared_ptr<std::byte>(memory);
 }
 
 // ---- the caller's threads
 
-// What queue_wait_on has left to the courier is done, or an error.
-void StagedPlan::settle(std::unique_lock<std::mutex>& lock) {
-  throw_if_failed();
-  if (!queued_) return;
-  await_end(lock, over_);
-  end_step();
-}
-
-void StagedPlan::settle() {
-  std::unique_lock lock(mutex_);
-  settle(lock);
-}
-
 void StagedPlan::begin(int tensor) {
+  throw_if_failed();
   if (of(tensor).started) throw Error(plan_.describe(tensor) + " was started twice without a wait in between.");
   if (started_ == 0) back_->make_wait(out_->handle());  // places are free when the last step's means have left them
   of(tensor).started = true;
@@ -71,8 +55,7 @@ void StagedPlan::start_on(int tensor, device::Pointer data, const DeviceWeight& 
   const device::Api& api = device_.api();
   guarded<device::DriverError>([&] {
     check_memory(tensor, data);
-    std::unique_lock lock(mutex_);
-    settle(lock);
+    const std::lock_guard lock(mutex_);
     begin(tensor);
     Tensor& t = of(tensor);
     t.data = nbytes(tensor) > 0 ? data : 0;
@@ -86,8 +69,7 @@ void StagedPlan::start_on(int tensor, device::Pointer data, const DeviceWeight& 
     }
     if (t.data != 0)
       device_.check(api.copy_to_host(place(tensor), data, nbytes(tensor), out_->handle()), "cuMemcpyDtoHAsync");
-    t.arrival = ++sent_;
-    arrived_->announce(out_->handle(), t.arrival);
+    t.arrived.record(out_->handle());
     on_their_way_.push_back(tensor);
   });
   changed_.notify_all();
@@ -95,8 +77,7 @@ void StagedPlan::start_on(int tensor, device::Pointer data, const DeviceWeight& 
 
 void StagedPlan::start(int tensor, const void* data, double weight) {
   guarded<device::DriverError>([&] {
-    std::unique_lock lock(mutex_);
-    settle(lock);
+    const std::lock_guard lock(mutex_);
     begin(tensor);
     if (started_ == 1) weight_ = {weight};
     of(tensor).data = 0;
@@ -119,54 +100,18 @@ void StagedPlan::await_copies_back() {
   awaits_copies_back_ = false;
 }
 
-void StagedPlan::expect_all_started() {
-  for (int t = 0; t < count(); ++t)
-    if (!of(t).started) throw Error(plan_.describe(t) + " was waited for but not started.");
-}
-
 void StagedPlan::wait_on(device::StreamHandle stream) {
   std::unique_lock lock(mutex_);
-  settle(lock);
-  expect_all_started();
+  throw_if_failed();
+  for (int t = 0; t < count(); ++t)
+    if (!of(t).started) throw Error(plan_.describe(t) + " was waited for but not started.");
   await_end(lock, over_);
   lock.unlock();
   guarded([&] { back_->make_wait(stream); });
   lock.lock();
-  end_step();
-}
-
-void StagedPlan::queue_wait_on(device::StreamHandle stream) {
-  if (pipeline_ != nullptr) return wait_on(stream);
-  int from = 0;
-  {
-    std::unique_lock lock(mutex_);
-    settle(lock);
-    expect_all_started();
-    queued_ = true;
-    from = back_count_;
-  }
-  guarded([&] {
-    for (int t = from; t < count(); ++t) {
-      if (of(t).data == 0) continue;
-      reduced_->hold(in_->handle(), was_back_ + static_cast<uint64_t>(t) + 1);
-      copy_back(t);
-    }
-    back_->record(in_->handle());
-    back_->make_wait(stream);
-  });
-}
-
-void StagedPlan::end_step() {
   for (const auto& tensor : tensors_) tensor->started = tensor->in_plan = false;
-  was_back_ += static_cast<uint64_t>(count());
   started_ = in_plan_ = back_count_ = 0;
-  queued_ = false;
   over_ = false;
-}
-
-void StagedPlan::copy_back(int tensor) {
-  device_.check(device_.api().copy_to_device(of(tensor).data, place(tensor), nbytes(tensor), in_->handle()),
-                "cuMemcpyHtoDAsync");
 }
 
 void StagedPlan::second_on(const std::vector<device::Pointer>& data, device::StreamHandle stream) {
@@ -194,30 +139,11 @@ void StagedPlan::second_on(const std::vector<device::Pointer>& data, device::Str
 // ---- the courier
 
 void StagedPlan::serve() {
-  try {
-    work();
-  } catch (const std::exception&) {
-    fail(std::current_exception());
-  }
-  release();
-}
-
-// The device waits for signals that nobody would set any more. What it then copies back is no number, so that no update
-// looks right; but first all has to be there that would overwrite it.
-void StagedPlan::release() noexcept {
-  if (!queued_ || over_) return;
-  for (const auto begin = Clock::now(); arrived_->value() < sent_; std::this_thread::sleep_for(kNap))
-    if (seconds_since(begin) > kDrainSeconds) return;
-  for (int t = back_count_; t < count(); ++t) std::memset(place(t), 0xff, nbytes(t));
-  reduced_->set(was_back_ + static_cast<uint64_t>(count()));
-}
-
-void StagedPlan::work() {
-  while (true) {
+  while (!stopping_) {
     {
       std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return stopping_ || error_ || (!over_ && started_ > 0); });
-      if (stopping_ || error_) return;
+      changed_.wait(lock, [this] { return stopping_ || (!error_ && !over_ && started_ > 0); });
+      if (stopping_) return;
     }
     team_.throw_if_failed();
     const bool arrived = take_arrivals();
@@ -244,7 +170,7 @@ bool StagedPlan::take_arrivals() {
       const std::lock_guard lock(mutex_);
       if (!on_their_way_.empty()) tensor = on_their_way_.front();
     }
-    if (tensor < 0 || arrived_->value() < of(tensor).arrival) return any;
+    if (tensor < 0 || !of(tensor).arrived.is_over()) return any;
     start_in_plan(tensor);
     const std::lock_guard lock(mutex_);
     on_their_way_.pop_front();
@@ -287,13 +213,16 @@ bool StagedPlan::give_back() {
     {
       const std::lock_guard lock(mutex_);
       if (error_) return any;  // and the memory may be the caller's again
+      const Tensor& t = of(back_count_);
       // The first pipelined step has no mean yet, and makes no update.
-      const bool has_mean = pipeline_ == nullptr || pipeline_->updates() > 0;
-      if (!queued_ && of(back_count_).data != 0 && has_mean) copy_back(back_count_);
-      ++back_count_;
-      if (queued_) reduced_->set(was_back_ + static_cast<uint64_t>(back_count_));
-      if (back_count_ < count()) continue;
-      if (!queued_) back_->record(in_->handle());
+      if (t.data != 0 && (pipeline_ == nullptr || pipeline_->updates() > 0))
+        device_.check(device_.api().copy_to_device(t.data, place(back_count_), nbytes(back_count_), in_->handle()),
+                      "cuMemcpyHtoDAsync");
+    }
+    if (++back_count_ < count()) continue;
+    back_->record(in_->handle());
+    {
+      const std::lock_guard lock(mutex_);
       over_ = true;
     }
     changed_.notify_all();

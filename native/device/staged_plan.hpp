@@ -5,19 +5,12 @@
 // ours
 //                            courier    once the copy is there, starts the tensor in the plan on the host; once that is
 //                                       reduced, copies the mean back, on another stream of ours
-// and in its end, one of:    wait_on    blocks until all copies back are queued; the caller's stream waits for them
-//                            queue_wait_on  queues what is not on its way back yet, each behind a signal that the
-//                            courier
-//                                       sets once the mean is there; the caller's stream waits for the last
+// and in its end:            wait_on    blocks until all copies back are queued; the caller's stream waits for them
 //
-// After queue_wait_on the host goes on, and the courier calls the driver no more in this step: a thread that waits in
-// the driver for the caller's stream cannot keep it from setting its signal. What a copy waits for has all been queued
-// before it. The next start blocks until the courier is through with the step before. The order is made by
-//   ready[t]    an event on the caller's stream at start_on; the stream `out` waits for it before it copies
-//   arrived     a signal on `out` after each copy; the courier looks at it
-//   reduced     a signal of the courier, for which `in` waits before each copy that queue_wait_on queues
-//   back        an event on `in` after the last copy back; the caller's stream waits for it, and `out` does at the next
-//               start
+// So the host waits only in wait_on, and the GPU for nothing but its data. The order is made by events alone:
+//   ready[t]    on the caller's stream at start_on; the stream `out` waits for it before it copies
+//   arrived[t]  on `out` after that copy; the courier asks for it
+//   back        on `in` after the last copy back; the caller's stream waits for it, and `out` does at the next start
 //   free        on the caller's stream at second_on; `in` waits for it before it copies to memory that is new to us
 // The plan's tensors live in its segment, whose part of this rank is pinned: owners reduce there what the GPU has put
 // there. Pipelined steps exchange the segment's average with pinned memory of their own.
@@ -42,16 +35,13 @@ class StagedPlan final : public DevicePlan {
   void start_on(int tensor, device::Pointer data, const DeviceWeight& weight, device::StreamHandle stream) override;
   void start(int tensor, const void* data, double weight) override;
   void wait_on(device::StreamHandle stream) override;
-  void queue_wait_on(device::StreamHandle stream) override;
   void second_on(const std::vector<device::Pointer>& data, device::StreamHandle stream) override;
-  void settle() override;
 
  private:
   struct Tensor {
-    explicit Tensor(const device::Device& device) : ready(device) {}
-    device::Event ready;
+    explicit Tensor(const device::Device& device) : ready(device), arrived(device) {}
+    device::Event ready, arrived;
     device::Pointer data = 0;  // 0: on the host
-    uint64_t arrival = 0;      // what the signal `arrived` says once it is there
     bool started = false;      // by the caller
     bool in_plan = false;      // and in the plan on the host
   };
@@ -62,14 +52,8 @@ class StagedPlan final : public DevicePlan {
   std::byte* place(int tensor) const { return places_ + plan_.layout().range(tensor).begin; }
   Tensor& of(int tensor) { return *tensors_[static_cast<size_t>(tensor)]; }
 
-  void settle(std::unique_lock<std::mutex>& lock);
   void begin(int tensor);
-  void expect_all_started();
-  void end_step();
-  void copy_back(int tensor);
   void serve();
-  void work();
-  void release() noexcept;
   bool take_arrivals();
   bool give_back();
   void start_in_plan(int tensor);
@@ -86,21 +70,17 @@ class StagedPlan final : public DevicePlan {
   std::unique_ptr<device::Pinned> pinned_, pinned_weight_;
   std::unique_ptr<device::Stream> out_, in_;
   std::unique_ptr<device::Event> back_, free_;
-  std::unique_ptr<device::Signal> arrived_, reduced_;
   std::vector<std::unique_ptr<Tensor>> tensors_;
 
   std::atomic<bool> awaits_copies_back_{false};  // the caller
-  std::atomic<bool> queued_{false};              // the caller's stream waits by itself
 
   // With the lock:
   std::deque<int> on_their_way_;  // to the host, in the order of `out`
   int started_ = 0, in_plan_ = 0;
-  int back_count_ = 0;     // the tensors before it are on their way back, or their signal is set
-  uint64_t sent_ = 0;      // to the host, in all steps
-  uint64_t was_back_ = 0;  // in the steps before
+  int back_count_ = 0;  // the tensors before it are on their way back
   DeviceWeight weight_;
   Clock::time_point moved_at_;  // when something last happened in this step
-  bool over_ = false;           // nothing is left for the courier
+  bool over_ = false;           // all are on their way back
 };
 
 }  // namespace keras_hpc

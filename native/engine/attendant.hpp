@@ -10,8 +10,6 @@ class Attendant {
  public:
   virtual ~Attendant() = default;
   virtual bool is_of(const Plan& plan) const = 0;
-  // Blocks until it does nothing any more of what its callers take for done. Throws what went wrong.
-  virtual void settle() {}
   // When it returns, its thread has ended and touches nothing of the plan or its callers. Whoever waits gets an error.
   virtual void stop() = 0;
 };

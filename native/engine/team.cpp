@@ -91,7 +91,6 @@ void Team::close() {
   for (const auto& lane : lanes_)
     if (lane->thread.get_id() == std::this_thread::get_id())
       throw Error("A team cannot be closed by its own communication thread, from inside `done`.");
-  settle_all();
   failure_->close();
   withdraw("The team was closed.");
   join_threads();
@@ -189,23 +188,6 @@ void Team::attach(std::shared_ptr<Attendant> attendant) {
   attendants_.push_back(std::move(attendant));
 }
 
-void Team::settle_attendants(const Plan* plan) {
-  std::vector<std::shared_ptr<Attendant>> those;
-  {
-    const std::lock_guard lock(plans_mutex_);
-    std::copy_if(attendants_.begin(), attendants_.end(), std::back_inserter(those),
-                 [&](const auto& attendant) { return plan == nullptr || attendant->is_of(*plan); });
-  }
-  for (const auto& attendant : those) attendant->settle();
-}
-
-void Team::settle_all() noexcept {
-  try {
-    settle_attendants(nullptr);
-  } catch (const std::exception&) {  // the team's: who uses it is told
-  }
-}
-
 void Team::end_attendants(const Plan* plan) {
   std::vector<std::shared_ptr<Attendant>> ending;
   {
@@ -256,7 +238,6 @@ std::shared_ptr<Area> Team::make_area(size_t nbytes) {
 
 void Team::end_plan(Plan& plan) {
   failure_->throw_if_set();
-  settle_attendants(&plan);
   if (plan.is_active()) throw Error(plan.what() + " cannot end: a step of it has begun and is not over.");
   end_attendants(&plan);
   std::vector<std::unique_lock<std::mutex>> held;  // so no lane works on it
@@ -354,7 +335,6 @@ void Team::serve(int lane) {
 }
 
 void Team::leave() {
-  settle_all();
   failure_->leave();
 }
 

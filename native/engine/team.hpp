@@ -152,9 +152,6 @@ class Team {
   class TensorWait;
   class CollectiveWait;
 
-  void settle_attendants(const Plan* plan);  // null: of all plans
-  void settle_all() noexcept;
-
   void await(Plan& plan, int tensor);  // until it is complete
   bool progress(int lane);
   bool progress_all();

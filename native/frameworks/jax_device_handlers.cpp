@@ -2,10 +2,8 @@
 // JAX's door to the engine for buffers on a GPU. What is on the GPU, scalars too, no handler reads.
 //
 //   khpc_jax_start_on(gradient, weight) -> gradient       in place; queues its way to the host, returns at once
-//   khpc_jax_wait_on(gradient...) -> gradient...          in place; returns at once: what XLA queues next waits for the
-//                                                         means on the GPU, and so the host can go on, as it does
-//                                                         without us: it prepares the next batch, and queues the next
-//                                                         step
+//   khpc_jax_wait_on(gradient...) -> gradient...          in place; returns when all means are on their way back: what
+//                                                         XLA queues next finds them
 //   khpc_jax_turn_on(gradient...) -> gradient..., updates the same for a pipelined plan
 //   khpc_jax_second_on(gradient...) -> gradient...        in place; what the second update applies
 //   khpc_jax_allreduce_on(x, token) -> x, token           keras_hpc.allreduce: in place, blocks
@@ -42,15 +40,15 @@ void finish(int plan, void* stream) {
   if (stream == nullptr) check(khpc_finish_on(plan));
 }
 
-void expect_in_place(CallFrame& call, int plan, int tensors) {
+void wait_for_all(CallFrame& call, int plan, int tensors, void* stream) {
+  check(khpc_wait_on(plan, stream));
   if (const std::string moved = moved_tensors(call, plan, tensors); !moved.empty()) throw std::runtime_error(moved);
 }
 
 void wait_on(CallFrame& call) {
   const int plan = attribute(call, "plan");
   void* stream = stream_of(call);
-  check(khpc_queue_wait_on(plan, stream));
-  expect_in_place(call, plan, static_cast<int>(call.results.size));
+  wait_for_all(call, plan, static_cast<int>(call.results.size), stream);
   finish(plan, stream);
 }
 
@@ -58,8 +56,7 @@ void turn_on(CallFrame& call) {
   const int plan = attribute(call, "plan");
   const auto tensors = static_cast<int>(call.results.size) - 1;
   void* stream = stream_of(call);
-  check(khpc_wait_on(plan, stream));
-  expect_in_place(call, plan, tensors);
+  wait_for_all(call, plan, tensors, stream);
   check(khpc_write_updates(plan, call.results.values[tensors]->data, stream));
   finish(plan, stream);
 }

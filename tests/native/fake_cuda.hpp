@@ -31,7 +31,6 @@ inline std::map<int, int> contexts;  // device: how often it was retained
 inline std::atomic<int> streams{0}, events{0};
 inline std::atomic<int> devices{1}, first_device{0};
 inline std::atomic<bool> any_pointer{false}, slow_back{false}, hung{false}, back_hangs{false};
-inline std::atomic<bool> can_wait_for_values{true};
 inline std::atomic<bool> pageable{false};  // memory was not to be pinned: copies of other memory are no mistake then
 inline thread_local bool in_step = false;
 inline std::string failing;

@@ -11,14 +11,9 @@ EXPORT void fake_reset(int device_count, int delay) {
   first_device = 0;
   fake::delay_us = delay;
   any_pointer = slow_back = pageable = in_step = hung = back_hangs = false;
-  can_wait_for_values = true;
   failing = "";
   faults = 0;
   calls.clear();
-}
-// An old device.
-EXPORT void fake_cannot_wait_for_values() {
-  can_wait_for_values = false;
 }
 // The GPUs of the node that this process sees.
 EXPORT void fake_show(int first, int count) {
@@ -98,12 +93,6 @@ EXPORT void fake_read(void* stream, void* to, uint64_t from, size_t n) {
   if (device == nullptr) die("a kernel reads memory that is not the device's");
   of(stream).push([=] { std::memcpy(to, device, n); });
   of(stream).finish();
-}
-// The other way without the wait: the memory must live until the stream has come to it.
-EXPORT void fake_read_later(void* stream, void* to, uint64_t from, size_t n) {
-  const std::byte* device = behind(from, n);
-  if (device == nullptr) die("a kernel reads memory that is not the device's");
-  of(stream).push([=] { std::memcpy(to, device, n); });
 }
 // What device memory has now, whatever streams have still to do.
 EXPORT void fake_peek(void* to, uint64_t from, size_t n) {

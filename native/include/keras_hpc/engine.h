@@ -61,11 +61,6 @@ KHPC_API int khpc_start_on(int plan, int tensor, void* data, const void* weight,
 // results. khpc_second_on does as khpc_second, of all tensors; khpc_write_updates writes what khpc_updates returns, an
 // int32_t, into memory of the GPU; khpc_finish_on blocks until the default stream (null) has done what it was given.
 KHPC_API int khpc_wait_on(int plan, void* stream);
-
-// As khpc_wait_on, of tensors on the GPU alone, but returns at once where the plan can do that: the stream waits for
-// the results by itself. The next start blocks until they are on their way. After an error, which the next call tells,
-// what the stream finds instead of a result is NaN.
-KHPC_API int khpc_queue_wait_on(int plan, void* stream);
 KHPC_API int khpc_second_on(int plan, void* const* data, void* stream);
 KHPC_API int khpc_write_updates(int plan, void* to, void* stream);
 KHPC_API int khpc_finish_on(int plan);
