@@ -92,9 +92,7 @@ def device_of(tensors: Sequence[Any]) -> int | None:
     return number_of_gpu()
 
 
-def reduce(
-    plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = None, after: Sequence[Any] = ()
-) -> list[jax.Array]:
+def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = None) -> list[jax.Array]:
     """Reduces the tensors of a plan over the ranks of its team.
 
     Collective. XLA starts each reduction when its tensor exists and does what depends on the results after all of
@@ -106,15 +104,11 @@ def reduce(
         weight: this rank's weight in a weighted mean, a number or a scalar array. Defaults to 1.
         active: `None`, or a scalar bool array, the same on all ranks: if false, nothing is communicated and the
             tensors are returned unchanged.
-        after: in a program, small arrays that come from other plans, which are completed first. XLA may take what does
-            not depend on each other in one order for the shapes of one rank, and in another for those of another rank.
 
     Returns:
         The reduced arrays, in the plan's order.
     """
-    after = list(filter(is_traced, after))  # outside of programs one plan ends before the next begins
-    function = functools.partial(_start_and_done, after=after) if after else _start_and_done
-    return _run(function, plan, tensors, weight, active)
+    return _run(_start_and_done, plan, tensors, weight, active)
 
 
 def gather(plan: Any, tensors: Sequence[Any], active: Any = None) -> list[jax.Array]:
@@ -236,15 +230,19 @@ def differentiable(
     """
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
-    def result(x: Any) -> Any:
+    def result(x: Any, earlier: Any) -> Any:
+        jax_chain.note(earlier)  # where this becomes a program inside of the program
         return reduced(x)
 
-    def forward(x: Any) -> Any:
-        y = result(x)
+    def forward(x: Any, earlier: Any) -> Any:
+        y = result(x, earlier)
+        jax_chain.note([y])
         return y, (x, y) if keeps else None
 
-    result.defvjp(forward, lambda values, upstream: (gradient(upstream, values),))
-    y: jax.Array = result(x)
+    result.defvjp(forward, lambda values, upstream: (gradient(upstream, values), None))
+    y: jax.Array = result(x, jax_chain.before())
+    if in_program():
+        jax_chain.note([y])
     return y
 
 
@@ -295,36 +293,31 @@ def _second_program(plan: int) -> Any:
 
 
 def _on_gpu(
-    plan: int,
-    tensors: Sequence[Any],
-    weight: Any,
-    active: Any,
-    wait: Callable[..., Any],
-    idle: Callable[..., Any],
-    after: Sequence[Any] = (),
+    plan: int, tensors: Sequence[Any], weight: Any, active: Any, wait: Callable[..., Any], idle: Callable[..., Any]
 ) -> list[jax.Array]:
     """Start all tensors, and wait; or, where `active` is false, be idle. No handler reads a scalar on the GPU."""
+    others = [weight, *jax_chain.before()]
 
     def communicate(tensors: Sequence[Any]) -> list[jax.Array]:
-        started = [_call(_START_ON, [x], [weight, *after], plan=plan, tensor=i)[0] for i, x in enumerate(tensors)]
+        started = [_call(_START_ON, [x], others, plan=plan, tensor=i)[0] for i, x in enumerate(tensors)]
         reduced: list[jax.Array] = wait(started)
         return reduced
 
     results: list[jax.Array] = (
         communicate(tensors) if active is None else jax.lax.cond(active, communicate, idle, list(tensors))
     )
+    jax_chain.note(results)
     return results
 
 
 def _start_and_done(
-    plan: int, tensors: Sequence[Any], weight: Any, active: Any, *, weights: bool = False, after: Sequence[Any] = ()
+    plan: int, tensors: Sequence[Any], weight: Any, active: Any, *, weights: bool = False
 ) -> list[jax.Array]:
     if number_of_gpu() is not None:
         wait = functools.partial(_call, _WAIT_ON, others=[], plan=plan)
-        return _on_gpu(plan, tensors, weight, active, wait, list, after)
-    others = [weight, active, *after, *jax_chain.before()]
-    buffers = [_call(_START, [x], others, plan=plan, tensor=i)[0] for i, x in enumerate(tensors)]
-    results = _call(_DONE, buffers, [active], plan=plan)
+        return _on_gpu(plan, tensors, weight, active, wait, list)
+    buffers, earlier = _started(plan, tensors, weight, active)
+    results = _call(_DONE, buffers, [*earlier, active], plan=plan)
     jax_chain.note(results, weights)
     return results
 
@@ -334,12 +327,21 @@ def _gather(plan: int, tensors: Sequence[Any], weight: Any, active: Any) -> list
 
 
 def _start_and_turn(plan: int, tensors: Sequence[Any], weight: Any, active: Any) -> list[jax.Array]:
+    updates = core.ShapedArray((), np.dtype(np.int32))
     if number_of_gpu() is not None:
-        updates = core.ShapedArray((), np.dtype(np.int32))
         wait = functools.partial(_call, _TURN_ON, others=[], more=[updates], plan=plan)
         return _on_gpu(plan, tensors, weight, active, wait, lambda tensors: [*tensors, jnp.int32(0)])
-    buffers = [_call(_START, [x], [weight, active], plan=plan, tensor=i)[0] for i, x in enumerate(tensors)]
-    return _call(_TURN, buffers, [active], [core.ShapedArray((), np.dtype(np.int32))], plan=plan)
+    buffers, earlier = _started(plan, tensors, weight, active)
+    results = _call(_TURN, buffers, [active, *earlier], [updates], plan=plan)
+    jax_chain.note(results)
+    return results
+
+
+def _started(plan: int, tensors: Sequence[Any], weight: Any, active: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Return the buffers of a plan that is started, and what its end has to come after."""
+    earlier = jax_chain.before()
+    others = [weight, active, *(earlier if jax_chain.programs_differ() else ())]
+    return [_call(_START, [x], others, plan=plan, tensor=i)[0] for i, x in enumerate(tensors)], earlier
 
 
 def _second(plan: int, buffers: Sequence[Any]) -> list[jax.Array]:

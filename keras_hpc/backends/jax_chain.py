@@ -1,65 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX: the order of the plans in one program, where ranks have programs of their own.
+"""JAX: the order of the plans in one program.
 
-XLA runs what is independent in an order of its own, mostly one after the other. Where optimizers are sharded, ranks'
-programs differ: a rank that gives no weights could wait for those of others before it starts what these wait for. So
-there each plan of a program starts after the one before is complete. Weights that a branch of `lax.cond` has gathered
-are complete with what the `cond` returns: whoever calls it says so (`note`). Other programs inside of programs are
-refused where they gather weights, because their caller is not known.
+XLA runs what is independent in an order of its own, mostly one after the other, and in another order where the shapes
+are others, as those of a rank that has fewer samples. Two ranks that each wait for a plan that the other one has not
+started wait for ever. So plans of a program end in the order in which they were traced, on all ranks alike: each is
+complete only after the one before. Starts come when gradients exist, as ever.
+
+Where optimizers are sharded, ranks' programs differ: a rank that gives no weights could wait for those of others before
+it starts what these wait for. There each plan starts after the one before is complete.
+
+A plan in a program inside of the program, as a branch of `lax.cond`, comes after those before it outside. What is
+outside comes after it where it is known to be complete with what that program returns: whoever calls it says so
+(`note`). Where weights are gathered, others are refused.
 """
 
+import collections
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import core
 
 from keras_hpc.job import current
 
+_DEPTH = 4  # of programs inside of programs
+
+
+class _Plan(NamedTuple):
+    """The last plan of a program: an element that it has reduced, and whether it gathers weights."""
+
+    trace: Any  # of the program
+    result: Any
+    weights: bool
+
 
 class _Last(threading.local):
-    trace: Any = None  # of the program that is being made
-    result: Any = None  # an element that its last plan has reduced
-    weights: bool = False  # whether that plan gathers weights
+    def __init__(self) -> None:
+        # Of programs that are being made, the one that had a plan last at the end. Nobody says when one is finished.
+        self.plans: collections.deque[_Plan] = collections.deque(maxlen=_DEPTH)
 
 
 _last = _Last()
 
 
 def before() -> list[jax.Array]:
-    """Return what the next plan of the program that is being made has to wait for: an array, or none.
+    """Return what the next plan of the program that is being made has to come after: an array, or none.
 
     Raises:
-        RuntimeError: that is in another program, inside or outside of this one.
+        RuntimeError: ranks' programs differ, and that is in another program, inside or outside of this one.
     """
-    trace = core.trace_ctx.trace
-    if _last.trace is trace:
-        return [_last.result]
-    if _last.weights and (trace in _around(_last.trace) or _last.trace in _around(trace)):
-        raise RuntimeError(
-            "With init(shard_optimizer=True) on JAX the updates of a program have one order on all ranks, which is not "
-            "known where one of them is in a branch of lax.cond, a loop or a jax.jit inside of the program, and "
-            "another one outside of it. Expected all updates side by side, or keras.optimizers.LossScaleOptimizer for "
-            "updates that are skipped; or init(shard_optimizer=False)."
-        )
-    return []
+    now = core.trace_ctx.trace
+    programs = [now, *_around(now)]
+    last = _last.plans[-1] if _last.plans else None
+    if last is not None and last.weights and last.trace is not now:
+        if last.trace in programs or now in _around(last.trace):
+            raise RuntimeError(
+                "With init(shard_optimizer=True) on JAX the updates of a program have one order on all ranks, which is "
+                "not known where one of them is in a branch of lax.cond, a loop or a jax.jit inside of the program, "
+                "and another one outside of it. Expected all updates side by side, or "
+                "keras.optimizers.LossScaleOptimizer for updates that are skipped; or init(shard_optimizer=False)."
+            )
+    return [plan.result for plan in reversed(_last.plans) if plan.trace in programs][:1]
 
 
 def note(reduced: Sequence[jax.Array], weights: bool = False) -> None:
-    """Let the next plan wait for the one that has these results. Does nothing where ranks' programs are alike.
+    """Let the next plan come after the one that has these results.
 
     Args:
-        reduced: of the plan, or of a `lax.cond` with it inside.
+        reduced: of the plan, or of a program with it inside.
         weights: whether it gathers weights.
     """
-    if not current.is_initialized() or not current.job().shard_optimizer:
-        _last.trace, _last.result, _last.weights = None, None, False
-        return
-    # XLA forgets where arrays without elements come from.
+    # XLA forgets where arrays without elements come from. A gradient is not asked for.
     some = next((x for x in reduced if x.size), None)
-    if some is not None:
-        _last.trace, _last.result, _last.weights = core.trace_ctx.trace, some.reshape(-1)[:1], weights
+    if some is None:
+        return
+    result = jax.lax.stop_gradient(some.reshape(-1)[:1])
+    trace = getattr(result, "_trace", core.trace_ctx.trace)  # which of a differentiated program is that around it
+    for plan in [plan for plan in _last.plans if plan.trace is trace]:
+        _last.plans.remove(plan)
+    _last.plans.append(_Plan(trace, result, weights and programs_differ()))
+
+
+def programs_differ() -> bool:
+    """Return whether ranks have programs of their own."""
+    return current.is_initialized() and bool(current.job().shard_optimizer)
 
 
 def _around(trace: Any) -> Iterator[Any]:

@@ -59,11 +59,7 @@ def together(step: StepFunction) -> StepFunction:
         variables = [variable for variable in shared(model) if id(variable) in known]
         places = [known[id(variable)] for variable in variables]
         others = list(others)
-        # All ranks reduce the gradients first, which are in the weights.
-        local = known_local()
-        weights = [new for v, new in zip(model.trainable_variables, trainable, strict=True) if id(v) not in local]
-        first = [ops.reshape(weight, (-1,))[:1] for weight in weights[:1]]
-        moved = _of_all(variables, [state[1][i] for i in places], [others[i] for i in places], after=first)
+        moved = _of_all(variables, [state[1][i] for i in places], [others[i] for i in places])
         for place, value in zip(places, moved, strict=True):
             others[place] = value
         return logs, (trainable, others, *rest)
@@ -85,14 +81,13 @@ def _running() -> running.Step:
     return step
 
 
-def _of_all(variables: Sequence[Any], before: Sequence[Any], now: Sequence[Any], **options: Any) -> list[Any]:
+def _of_all(variables: Sequence[Any], before: Sequence[Any], now: Sequence[Any]) -> list[Any]:
     """Return the values after the step of all ranks. Collective, if there are variables.
 
     Args:
         variables: whose values they are.
         before: the values, the same on all ranks.
         now: what this rank's step has made of them.
-        options: of `reduce`.
     """
     step = _running()
     team = current.team_of(step.model)
@@ -112,7 +107,7 @@ def _of_all(variables: Sequence[Any], before: Sequence[Any], now: Sequence[Any],
     packed = ops.where(samples > 0, packed, ops.zeros_like(packed))
     specs = [TensorSpec("moves of states", tuple(packed.shape), dtype)]
     plan = team.plan(f"{step.key}/states", specs, op="sum", weighted=False)
-    (total,) = backends.current().reduce(plan, [ops.stop_gradient(packed)], **options)
+    (total,) = backends.current().reduce(plan, [ops.stop_gradient(packed)])
     result, start = [], 0
     for variable, old in zip(variables, before, strict=True):
         end = start + math.prod(variable.shape)

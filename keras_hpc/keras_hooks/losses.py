@@ -164,7 +164,6 @@ def meet(step: running.Step) -> None:
     """
     if weighs_numbers(step):
         part_of(step)
-        step.first = step.total
 
 
 def _is_number(values: Any) -> bool:

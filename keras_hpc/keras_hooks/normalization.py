@@ -145,17 +145,11 @@ def _sum(team: Any, key: str, numbers: Any, weight: Any) -> Any:
     forward, backward = (
         team.plan(f"{key}/{way}", specs, op="sum", weighted=False) for way in ("moments", "moments' gradient")
     )
-    reduce = backends.current().reduce
+    backend = backends.current()
 
-    @ops.custom_gradient  # type: ignore[untyped-decorator]
-    def summed(numbers: Any, weight: Any) -> Any:
-        def gradient(*arguments: Any, upstream: Any = None) -> Any:
-            if upstream is None:  # PyTorch names it, and has others before it
-                (upstream,) = arguments
-            # Of a rank without samples it may be NaN.
-            (owed,) = reduce(backward, [ops.where(weight > 0, upstream * weight, ops.zeros_like(upstream))])
-            return ops.where(weight > 0, owed / ops.maximum(weight, 1e-12), 0.0), ops.zeros_like(weight)
+    def gradient(upstream: Any, _: None) -> Any:
+        # Of a rank without samples it may be NaN.
+        (owed,) = backend.reduce(backward, [ops.where(weight > 0, upstream * weight, ops.zeros_like(upstream))])
+        return ops.where(weight > 0, owed / ops.maximum(weight, 1e-12), 0.0)
 
-        return reduce(forward, [numbers])[0], gradient
-
-    return summed(numbers, weight)
+    return backend.differentiable(lambda numbers: backend.reduce(forward, [numbers])[0], gradient, False, numbers)

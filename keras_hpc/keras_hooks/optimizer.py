@@ -270,8 +270,7 @@ def reduce_gradients(
         needed = takers.of_gradients(optimizer, variables)
         specs = [_spec(i, gradients[i], variables, needed) for i in means]
         plan = team.plan(key_of(optimizer), specs, wire_dtype=team.wire_dtype)
-        others = running.before([gradients[i] for i in extremes])
-        _replace(result, means, backends.current().reduce(plan, [gradients[i] for i in means], count, due, **others))
+        _replace(result, means, backends.current().reduce(plan, [gradients[i] for i in means], count, due))
     if sparse:
         share = _share(optimizer, count) / team.size
         for index in sparse:
@@ -326,7 +325,7 @@ def _reduce_maxima(optimizer: Any, gradients: list[Any], variables: Any, values:
         return result
     specs = [_spec(i, gradients[i], variables) for i in maxima]
     plan = current.team_of(optimizer).plan(f"{key_of(optimizer)}/maximum", specs, op="max", weighted=False)
-    _replace(result, maxima, backends.current().reduce(plan, [result[i] for i in maxima], **running.before()))
+    _replace(result, maxima, backends.current().reduce(plan, [result[i] for i in maxima]))
     return result
 
 

@@ -11,10 +11,8 @@ import contextlib
 import dataclasses
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
-
-import keras
 
 from keras_hpc.spatial.run import Order
 
@@ -29,7 +27,6 @@ class Step:
         in_lockstep: whether all ranks run as many of these steps, so that they may exchange something in each.
         count: samples in this rank's batch, a number or a scalar tensor; None if the data has no batch axis.
         total: samples of all ranks, once they were exchanged.
-        first: the same, (1,), if ranks exchange it before all else, whatever else the step does.
         share: what the loss was multiplied with before its gradients were taken; None: with nothing.
         offset: of a virtual rank, what its random seeds are folded with, a number or a scalar tensor; None: of a rank.
         part: the number of the virtual rank, where it is known.
@@ -44,7 +41,6 @@ class Step:
     in_lockstep: bool
     count: Any
     total: Any = None
-    first: Any = None
     share: Any = None
     offset: Any = None
     part: int | None = None
@@ -57,22 +53,6 @@ class Step:
         """Return how often an exchange was used in this step before: 0, then 1, the same on every rank."""
         self.uses[what] += 1
         return self.uses[what] - 1
-
-
-def before(others: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return options of the backend's `reduce` by which a plan waits for what its step has exchanged before.
-
-    Only JAX needs it: XLA takes what does not depend on each other in an order of its own, mostly one after the other.
-    Programs of ranks that have other numbers of samples may differ in it, and ranks then wait for each other for ever.
-
-    Args:
-        others: arrays that come from other plans of this step; None for those that are not there.
-    """
-    if keras.backend.backend() != "jax":
-        return {}
-    step_now = step()
-    first = [] if step_now is None or step_now.first is None else [step_now.first]
-    return {"after": [*first, *(keras.ops.reshape(x, (-1,))[:1] for x in others if x is not None)]}
 
 
 @dataclasses.dataclass

@@ -118,6 +118,25 @@ def test_a_rank_without_samples_keeps_up(network):
     assert_like_one_rank(make, train, TOLERANCE)
 
 
+def test_statistics_of_layers_that_are_not_synchronized_are_the_mean_of_the_ranks_own():
+    """A rank without samples in a step keeps its own for that step; none differs where anybody looks at them."""
+    x, y = data(samples=BATCH + 1)
+    layer = keras.layers.BatchNormalization(momentum=0.7)
+    model = keras.Sequential([keras.Input((6,)), layer, keras.layers.Dense(3, activation="softmax")])
+    model.compile(keras.optimizers.SGD(0.0), "sparse_categorical_crossentropy")
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, validation_data=(x, y))
+    size, means = keras_hpc.size(), []
+    for rank in range(size):
+        mean = np.zeros(6, "float32")
+        for batch in (x[:BATCH], x[BATCH:]):
+            rows = batch[-(-len(batch) * rank // size) : -(-len(batch) * (rank + 1) // size)]
+            mean = 0.7 * mean + 0.3 * rows.mean(axis=0) if len(rows) else mean
+        means.append(mean)
+    assert np.abs(means[0] - means[-1]).max() > 0.1
+    np.testing.assert_allclose(np.array(layer.moving_mean), np.mean(means, axis=0), rtol=1e-5, atol=1e-6)
+    keras_hpc.check_replicas(model)
+
+
 @enough_on("jax", "torch")
 def test_moments_of_a_pipelined_team_are_of_this_step():
     x, y = data()

@@ -37,28 +37,6 @@ def test_a_step_that_gives_its_loss_to_a_mean_and_logs_it_as_it_is(samples):
     trained(samples, OwnStep)
 
 
-@enough_on("jax")
-def test_plans_of_a_step_have_one_order_whatever_xla_makes_of_it(monkeypatch):
-    """Ranks with other numbers of samples have other programs, in which independent plans may come in another order."""
-    from keras_hpc.backends import jax as backend
-
-    orders, start = [], backend._start_and_done
-
-    def noting(plan, *args, after=(), **options):
-        orders.append((plan, len(after)))
-        return start(plan, *args, after=after, **options)
-
-    monkeypatch.setattr(backend, "_start_and_done", noting)
-    inputs = keras.Input((4,))
-    model = OwnStep(inputs, keras.layers.Dense(1)(inputs))
-    model.compile("sgd", "mse")
-    model.fit(X[:33], Y[:33], batch_size=16, verbose=0)
-    first, *others = orders
-    assert first[1] == 0
-    assert others
-    assert all(after == 1 for plan, after in others if plan != first[0])
-
-
 def test_a_metric_that_is_one_number_for_a_batch():
     trained(41, metrics=[size_of_outputs])
 
