@@ -151,7 +151,13 @@ def _training(report: dict[str, Any]) -> str:
         {"runs"},
     )
     checks = "\n".join(f"`check_replicas` on {name}: {ms:.1f} ms." for name, ms in report["check_replicas_ms"].items())
-    return f"{_heading(report)}\n{steps}\n\n{parts}\n\n{checks}\n"
+    return f"{_heading(report)}\n{_training_command(report['arguments'])}\n\n{steps}\n\n{parts}\n\n{checks}\n"
+
+
+def _training_command(arguments: dict[str, Any]) -> str:
+    """Returns what was typed, with how often it measured."""
+    options = " ".join(f"--{name} {arguments[name]}" for name in ("model", "backend", "rounds", "steps"))
+    return f"`python -m examples.cnn.benchmark {options}`"
 
 
 def _peers(report: dict[str, Any]) -> str:
