@@ -59,8 +59,8 @@ ways to train on two ranks, in turns, each against its own step on one rank.
 - *Horovod* is its last release, of 2023, built from source for this TensorFlow and Open MPI by
   `benchmarks/peers/install_horovod.sh`. One of its files is left out, which does not compile: the operations for XLA.
   It has no Keras 3, so a plain TensorFlow step trains the same network, with `DistributedGradientTape`. Open MPI yields
-  while it waits. Cycles of 1 ms and 128 MiB of fusion are Horovod's own choice; `HOROVOD_CYCLE_TIME` and
-  `HOROVOD_FUSION_THRESHOLD` are passed on. Longer cycles and buckets of 4 MiB were slower when we tried.
+  while it waits. Cycles of 1 ms and up to 128 MiB fused are its own choice; where `HOROVOD_CYCLE_TIME` or
+  `HOROVOD_FUSION_THRESHOLD` say otherwise, the heading does, too. What we tried: [which-one.md](which-one.md).
 - *MWMS* is tf-keras, which is Keras 2, with `MultiWorkerMirroredStrategy` over gRPC.
 - `--mbit 1000`: each rank has a host made of namespaces, as above, with links of 1 Gbit/s.
 

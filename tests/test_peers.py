@@ -51,6 +51,7 @@ def test_a_contender_that_fails_costs_only_itself(tmp_path, monkeypatch, capsys)
         return 10.0 * ranks + len(calls)
 
     monkeypatch.setattr(compare, "run", run)
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "2")
     contenders = ["keras_hpc", "mpi4py", "keras_hpc-jax", "DataParallel-jax"]
     with pytest.raises(SystemExit, match="Failed: mpi4py, Keras on JAX"):
         compare.main(["--rounds", "2", "--shared", "--out", str(tmp_path), "--contenders", *contenders])
@@ -58,6 +59,7 @@ def test_a_contender_that_fails_costs_only_itself(tmp_path, monkeypatch, capsys)
     assert [line["contender"] for line in found["lines"]] == ["keras_hpc", "keras_hpc-jax", "DataParallel-jax"]
     assert [len(times) for times in found["steps"]["2 ranks"].values()] == [2, 1, 1]
     assert "2 rounds" in found["title"]
+    assert ", HOROVOD_CYCLE_TIME=2" in found["title"]
     said = capsys.readouterr().out
     assert "1 round of 20 steps" in said, "each round writes what is known"
     assert said.count("no such cluster") == 2

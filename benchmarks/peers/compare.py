@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.peers.contenders import ALONE, CONTENDERS
 from benchmarks.peers.installing import python_of, versions
-from benchmarks.peers.ranks import run
+from benchmarks.peers.ranks import run, tuned
 from examples import tables
 from examples.cnn.networks import NETWORKS
 from keras_hpc.tools.bench import machine
@@ -151,6 +151,7 @@ def write(args, rounds, lines, steps):
     runs = f"{rounds} round{'s' * (rounds > 1)} of {args.steps} steps"
     where = f"2 ranks on 2 hosts with {args.mbit} Mbit/s each way" if args.mbit else "2 ranks"
     how = f"{where}, one core each, {runs}, all with the memory settings of init()"
+    how += "".join(f", {name}={value}" for name, value in tuned().items())
     title = f"{args.model}, batch {args.batch_size} of each rank, {how}; {machine.describe()}"
     path = args.out / f"{args.model}{f'-{args.mbit}mbit' if args.mbit else ''}.json"
     found = {

@@ -36,9 +36,7 @@ def run(python, module, options, args, *, ranks, mpi, backend):
     Raises:
         RuntimeError: a rank failed.
     """
-    # Horovod's, if the user tunes it: on other hosts, too.
-    tuned = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
-    settings = ENVIRONMENT | SETTINGS | {"KERAS_BACKEND": backend} | tuned
+    settings = ENVIRONMENT | SETTINGS | {"KERAS_BACKEND": backend} | tuned()
     words = [python, "-m", module, "--model", args.model, "--batch-size", args.batch_size, "--steps", args.steps]
     words = [str(word) for word in (*words, *options)]
     hosts = Hosts(ranks, args.mbit) if args.mbit and ranks > 1 else contextlib.nullcontext()
@@ -64,6 +62,11 @@ def run(python, module, options, args, *, ranks, mpi, backend):
     if any(statuses):
         raise RuntimeError(f"{' '.join(words)} ended with {statuses}:\n{said[-3000:]}")
     return float(np.median(np.max(times(said), axis=0)))
+
+
+def tuned():
+    """Returns the variables by which the user tunes Horovod."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("HOROVOD_")}
 
 
 def _by_mpiexec(words, settings, ranks, network):
