@@ -100,7 +100,7 @@ timelines: $(VENV)/stamp-demo  ## record when a step of ResNet50 and of Inceptio
 	$(BENCH) timeline --model InceptionV3 --out docs/performance/timelines/inceptionv3.json
 
 # Every backend, so TORCH and JAX as well: the environment of the tests.
-bench-peers: $(VENV)/stamp-test  ## training steps beside mpi4py, DDP and DataParallel, each in its own environment; an hour
+bench-peers: $(VENV)/stamp-test  ## training steps beside mpi4py, Horovod, MWMS, DDP and DataParallel, each in its own environment; an hour
 	status=0; for model in lenet resnet50 mlp; do \
 	  $(BIN)/python -m benchmarks.peers.compare --model $$model --out results/peers || status=1; \
 	  cp results/peers/$$model.json docs/performance/peers-$$model.json || status=1; done; \

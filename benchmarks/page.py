@@ -56,6 +56,13 @@ ways to train on two ranks, in turns, each against its own step on one rank.
 - *exposed* is the time that the second rank adds to the step.
 - *apart* are two ranks that have nothing to do with each other. They show what such a machine leaves to two ranks that
   do communicate.
+- *Horovod* is its last release, of 2023, built from source for this TensorFlow and Open MPI by
+  `benchmarks/peers/install_horovod.sh`. One of its files is left out, which does not compile: the operations for XLA.
+  It has no Keras 3, so a plain TensorFlow step trains the same network, with `DistributedGradientTape`. Open MPI yields
+  while it waits. Cycles of 1 ms and up to 128 MiB fused are its own choice; where `HOROVOD_CYCLE_TIME` or
+  `HOROVOD_FUSION_THRESHOLD` say otherwise, the heading does, too. What we tried: [which-one.md](which-one.md).
+- *MWMS* is tf-keras, which is Keras 2, with `MultiWorkerMirroredStrategy` over gRPC.
+- `--mbit 1000`: each rank has a host made of namespaces, as above, with links of 1 Gbit/s.
 
 **Scaling** (`make simulate`): the engine on *simulated* nodes. `python -m benchmarks validation` shows how near the
 simulator comes where the engine can be measured. See [simulation.md](simulation.md).
@@ -144,7 +151,13 @@ def _training(report: dict[str, Any]) -> str:
         {"runs"},
     )
     checks = "\n".join(f"`check_replicas` on {name}: {ms:.1f} ms." for name, ms in report["check_replicas_ms"].items())
-    return f"{_heading(report)}\n{steps}\n\n{parts}\n\n{checks}\n"
+    return f"{_heading(report)}\n{_training_command(report['arguments'])}\n\n{steps}\n\n{parts}\n\n{checks}\n"
+
+
+def _training_command(arguments: dict[str, Any]) -> str:
+    """Returns what was typed, with how often it measured."""
+    options = " ".join(f"--{name} {arguments[name]}" for name in ("model", "backend", "rounds", "steps"))
+    return f"`python -m examples.cnn.benchmark {options}`"
 
 
 def _peers(report: dict[str, Any]) -> str:

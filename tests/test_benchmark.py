@@ -56,12 +56,15 @@ def test_the_page_knows_reports_with_forward_and_without():
     old, new = {"input": 1.0, "compute": 2.0, "exposed": 3.0, "update": 4.0, "hidden": 5.0}, range(6)
     for profile, columns in ((old, 5), (dict(zip(benchmark.PARTS, map(float, new), strict=True)), 6)):
         report = {"kind": "training", "title": "t", "versions": {}, "scaling": [], "check_replicas_ms": {}}
+        report["arguments"] = {"model": "mlp", "backend": "jax", "rounds": 1, "steps": 8, "out": "/tmp/a"}
         report["profile"] = [{"runs": "Keras", "rank": "mean"} | profile]
         (line,) = (line for line in page.page([report]).splitlines() if line.startswith("| Keras"))
         assert line.count(".") == columns
         head = next(line for line in page.page([report]).splitlines() if line.startswith("| runs | input"))
         assert ("forward and backward, ms" in head) == (columns == 5)
         assert (" forward, ms | backward, ms " in head) == (columns == 6)
+        command = "`python -m examples.cnn.benchmark --model mlp --backend jax --rounds 1 --steps 8`"
+        assert command in page.page([report]).splitlines()
 
 
 @pytest.mark.parametrize(

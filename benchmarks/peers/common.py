@@ -49,14 +49,25 @@ def keras_model(args):
     return model
 
 
-def fit_and_report(model, args):
-    """Trains a compiled model by `fit`, as benchmark_rank.py does, and reports the times of its steps."""
+def fit_and_report(model, args, data=None):
+    """Trains a compiled model by `fit`, as benchmark_rank.py does, and reports the times of its steps.
+
+    Args:
+        model: it.
+        args: of the command line.
+        data: a function from a number of steps to the arguments of `fit` that give this rank its batches of them;
+            None: NumPy arrays.
+    """
     x, y = batches(args)
 
-    def fit(samples=None):
-        model.fit(x[:samples], y[:samples], batch_size=args.batch_size, shuffle=False, verbose=0)
+    def arrays(steps):
+        samples = steps * args.batch_size
+        return {"x": x[:samples], "y": y[:samples], "batch_size": args.batch_size}
 
-    fit(WARM_UP * args.batch_size)
+    def fit(steps=args.steps):
+        model.fit(**(data or arrays)(steps), shuffle=False, verbose=0)
+
+    fit(min(WARM_UP, args.steps))
     fit()
     report(time_steps(model, fit, model.train_function)[0])
 

@@ -14,7 +14,7 @@ def main():
     rank, size = common.rank_and_size()
     if size > 1:  # before anything else of JAX
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{os.environ['MASTER_PORT']}", size, rank)
+        jax.distributed.initialize(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", size, rank)
     import keras
 
     if size > 1:
