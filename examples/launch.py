@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
-    "TF_NUM_INTEROP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "2",  # as init() sets it: with one, weight gradients come after all else of backward
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 
