@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """JAX: one FFI call per tensor that starts its reduction, and one for all of them that completes it."""
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -378,6 +379,12 @@ def _lower_handler(
 
 for _platform in ("cpu", "cuda"):
     mlir.register_lowering(_handler_p, _lower_handler, platform=_platform)
+
+
+def outside_programs() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which what is given values has values, also while a function is traced."""
+    context: contextlib.AbstractContextManager[Any] = jax.ensure_compile_time_eval()
+    return context
 
 
 def check_when_run(check: Callable[..., None], *values: Any) -> None:

@@ -3,6 +3,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import tensorflow as tf
 from keras_hpc.backends import library_path, tensorflow_exchange
 from keras_hpc.backends import tensorflow_pieces as pieces  # noqa: F401 (others use it)
 from keras_hpc.backends.tensorflow_exchange import after as after
+from keras_hpc.job import current
 
 _ops: Any = None
 
@@ -83,7 +85,7 @@ def limit_threads(count: int, teams: int = 1) -> tuple[list[str], list[str]]:
     threading = tf.config.threading
     wanted = [
         ("TF_NUM_INTRAOP_THREADS", "intra-op threads", "intra_op_parallelism_threads", count),
-        # One thread of each team may wait for other ranks, and without another, weight gradients may all come last.
+        # One thread of each team may wait for other ranks, and without another, weight gradients all come last.
         ("TF_NUM_INTEROP_THREADS", "inter-op threads", "inter_op_parallelism_threads", max(1 + teams, count)),
     ]
     done, failed = [], []
@@ -133,8 +135,18 @@ def _start(plan: Any, tensors: Sequence[Any], weight: Any) -> list[tf.Tensor]:
     weight = tf.constant(1.0, tf.float64) if weight is None else tf.cast(weight, tf.float64)
     # Nothing is started before everything is checked: a plan that is started in part can never be completed.
     tensors = [_checked(x, spec) for x, spec in zip(tensors, plan.tensors, strict=True)]
+    _mention_one_thread()
     with _on_host():
         return [_ops.khpc_start(x, weight, plan=plan.id, tensor=i) for i, x in enumerate(tensors)]
+
+
+@functools.cache  # once
+def _mention_one_thread() -> None:
+    if "1" in (os.environ.get("TF_NUM_INTEROP_THREADS"), str(tf.config.threading.get_inter_op_parallelism_threads())):
+        current.notice(
+            "TensorFlow has one inter-op thread (TF_NUM_INTEROP_THREADS=1, or tf.config), so it starts gradients only "
+            "when backward is over, and no reduction is hidden behind it. Expected 2 or more, or none set before init()"
+        )
 
 
 def _wait(plan: Any, started: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -329,6 +341,12 @@ def _checked(x: Any, spec: Any) -> tf.Tensor:
     if x.dtype.name != spec.dtype or not x.shape.is_compatible_with(spec.shape):
         raise spec.misfit(x.shape, x.dtype.name)
     return x
+
+
+def outside_programs() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which what is given values has values, also while a function is traced."""
+    context: contextlib.AbstractContextManager[Any] = tf.init_scope()
+    return context
 
 
 def check_when_run(check: Callable[..., None], *values: Any) -> None:

@@ -255,6 +255,12 @@ def _checked(x: Any, spec: Any) -> torch.Tensor:
     return x
 
 
+def outside_programs() -> contextlib.AbstractContextManager[Any]:
+    """Return a context without gradients: PyTorch runs what it is given."""
+    context: contextlib.AbstractContextManager[Any] = torch.no_grad()
+    return context
+
+
 def check_when_run(check: Callable[..., None], *values: Any) -> None:
     """Call `check` with NumPy arrays of the tensors `values`: PyTorch runs what it is given."""
     check(*map(to_numpy, values))

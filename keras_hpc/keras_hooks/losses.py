@@ -9,7 +9,8 @@ these cases only.
 
 A function that returns one number for a whole batch does not say whether that is a mean or a sum. With
 `init(batch="global")` it is asked: of the same samples twice a mean stays and a sum doubles; anything else is no loss
-that several ranks could add up, and refused. What `add_loss` got is asked in the same way, once, before training.
+that several ranks could add up, and refused. What `add_loss` got is asked in the same way, once, before training, and
+one that returns a loss for each sample in pair_losses.py.
 
 The loss of each of several outputs is logged as a mean over samples, or, where TensorFlow does not know the batch size
 when it traces, over steps; then each rank adds its part n_r / sum(n_r) of a step. So it does of any single number that
@@ -29,7 +30,7 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.keras_hooks import float8, keras_private, part_losses, running, variables
+from keras_hpc.keras_hooks import float8, keras_private, pair_losses, part_losses, running, variables
 
 _TOLERANCE = 0.02  # of a ratio that is 1 or 2 but for rounding
 _NOISY = 0.3  # where layers draw random numbers
@@ -61,6 +62,8 @@ def install(job: Any, patcher: Any) -> None:
                 return loss * share
             if len(getattr(values, "shape", ())) == 0:  # a function may return a plain number
                 return loss if _asked.loss is None else _scaled_if_sum(step, loss, *_asked.loss)
+            if _asked.loss is not None:
+                pair_losses.check(*_asked.loss)
             divisor = _divisor(loss.dtype, sample_weight, mask, reduction)
             if divisor is None:
                 return loss if share is None else loss * share

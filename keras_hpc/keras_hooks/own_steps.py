@@ -110,7 +110,7 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool]
     if not all(layer.built for layer in model._flatten_layers()):
         return _UNKNOWN, 0.0, False
     try:
-        samples = keras.tree.map_structure(_made_up, batch)
+        samples = keras.tree.map_structure(made_up, batch)
         twice = keras.tree.map_structure(lambda x: np.concatenate([x, x]) if np.ndim(x) else x, samples)
         with seeds.kept(), _restored(model):
             trials = _norms(model, rest, samples, _twin(model)), _norms(model, rest, twice, None)
@@ -155,7 +155,7 @@ def _twin(model: Any) -> running.Step:
     return running.Step(model, "trial", in_lockstep=True, count=_ROWS, twin=True)
 
 
-def _made_up(leaf: Any) -> Any:
+def made_up(leaf: Any, seed: int = 0) -> Any:
     """Return samples like those of a batch, or of the specification of one: arrays, or None."""
     if leaf is None or type(leaf).__name__ == "OptionalSpec":
         return None
@@ -165,7 +165,7 @@ def _made_up(leaf: Any) -> Any:
         return np.ones((), dtype)
     shape[0] = _ROWS
     if dtype.kind == "f":
-        return np.random.default_rng(0).uniform(0.1, 0.9, shape).astype(dtype)
+        return np.random.default_rng(seed).uniform(0.1, 0.9, shape).astype(dtype)
     numbers = np.arange(_ROWS).reshape(-1, *[1] * (len(shape) - 1)) % 2  # classes, tokens and masks may be 0 and 1
     return np.broadcast_to(numbers, shape).astype(dtype)
 

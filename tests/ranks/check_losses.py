@@ -56,6 +56,25 @@ def test_losses_that_are_sums_or_vectors(kind):
     compare(make)
 
 
+def contrastive(y, p):
+    """A loss for each sample, whose negatives are all others of the batch."""
+    return -ops.log(ops.diagonal(ops.softmax(-ops.square(ops.transpose(y) - p))))
+
+
+def triplets(y, p):
+    """Zero for most samples: the nearest other sample is no nearer than the sample's own target."""
+    away = ops.square(ops.transpose(y) - p)
+    return ops.maximum(ops.diagonal(away) - ops.mean(away, axis=1) + 0.01, 0.0)
+
+
+@pytest.mark.parametrize("loss", [contrastive, *enough([triplets], "torch")])
+def test_a_loss_of_each_sample_that_compares_it_with_others_is_refused(loss):
+    model = dense()
+    model.compile("sgd", loss)
+    with pytest.raises(ValueError, match="compares the samples") if job().size > 1 else nullcontext():
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+
+
 def test_sums_of_a_model_whose_call_knows_no_training():
     class Own(keras.Model):
         def __init__(self):
