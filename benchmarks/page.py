@@ -46,7 +46,8 @@ in turns. It shows what one gradient costs on its way from the framework to the 
 is included.
 
 **Training** (`python -m examples.cnn.benchmark`): `fit` on synthetic data, in turns with plain Keras on one rank. Each
-rank has one core and one thread. Medians of the slowest rank. Efficiency is plain Keras' step divided by this one. On
+rank has one core and computes with one thread. TensorFlow's rows are of one inter-op thread, with which it hides no
+reduction; it gets two since then. Medians of the slowest rank. Efficiency is plain Keras' step divided by this one. On
 JAX and PyTorch it may exceed 1, because `init()` also lets glibc keep freed memory. The row of one rank alone shows how
 much is due to that.
 
