@@ -61,6 +61,18 @@ def test_ranks_that_share_a_gpu_use_nccl_only_if_it_lets_them(enabled, run_ranks
     _run(2, "torch", ["exact"], run_ranks, tmp_path, _by_nccl(tmp_path) | sharing)
 
 
+@pytest.mark.mpi
+def test_a_trial_says_which_way_plans_go(run_ranks, tmp_path):
+    env = {
+        "TESTS_FAKE_GPU": str(fake_cuda.build(tmp_path)),
+        "TESTS_FAKE_NCCL": str(fake_cuda.build_nccl(tmp_path)),
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
+    done = run_ranks(2, [ROOT / "tests" / "ranks" / "choose_device_way.py"], env=env, lean=False)
+    assert done.output.count("is done>") == 2
+    assert done.output.count("gradients on GPUs are not tried nccl; rank 1: NCCL: ncclGetVersion failed") == 1
+
+
 def _by_nccl(folder):
     return {"TESTS_FAKE_NCCL": str(fake_cuda.build_nccl(folder)), "KERAS_HPC_ALLREDUCE": "device:0-=nccl"}
 

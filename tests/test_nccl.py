@@ -25,12 +25,15 @@ def fake():
     assert driver().fake_left() == driver().fake_faults() == nccl().fake_nccl_left() == 0
 
 
-@pytest.mark.parametrize(("n", "bucket_bytes"), [(1, 0), (2, 0), (3, 4096), (4, 0)])
-def test_means_are_those_of_all_ranks(n, bucket_bytes):
-    ids = Ids(n)
-    results = run([0] * n, lambda team, rank: steps(team, rank, ids, STEPS, bucket_bytes=bucket_bytes))
+@pytest.mark.parametrize(
+    ("nodes", "bucket_bytes"), [([0], 0), ([0] * 2, 0), ([0] * 3, 4096), ([0] * 4, 0), ([0, 1], 0), ([0, 0, 1, 1], 4096)]
+)
+def test_means_are_those_of_all_ranks(nodes, bucket_bytes):
+    """On several nodes NCCL sends between them, too."""
+    ids = Ids(len(nodes))
+    results = run(nodes, lambda team, rank: steps(team, rank, ids, STEPS, bucket_bytes=bucket_bytes))
     for number in range(STEPS):
-        check([of_rank[number] for of_rank in results], [0] * n, COUNTS, DTYPES, "mean", step=number)
+        check([of_rank[number] for of_rank in results], nodes, COUNTS, DTYPES, "mean", step=number)
 
 
 def test_sums():
@@ -148,8 +151,8 @@ def test_an_error_in_a_step_is_one_on_all_ranks(call, fake):
     assert sum("met an error" in text for text in texts) == 2, texts
 
 
-@pytest.mark.parametrize("how", ["late", "closed"])
-def test_a_rank_that_does_not_come_is_an_error_in_time(how):
+@pytest.mark.parametrize(("how", "nodes"), [("late", [0, 0]), ("closed", [0, 0]), ("late", [0, 1])])
+def test_a_rank_that_does_not_come_is_an_error_in_time(how, nodes):
     """What the others have under way is aborted."""
     ids = Ids(2)
     everyone = threading.Barrier(2)
@@ -170,7 +173,7 @@ def test_a_rank_that_does_not_come_is_an_error_in_time(how):
             step.abandon(team)
             return ""
 
-    text = run([0, 0], work, timeout=1.5 if how == "late" else 15)[0]
+    text = run(nodes, work, timeout=1.5 if how == "late" else 15)[0]
     assert ("NCCL has not reduced the tensors" if how == "late" else "rank 1") in text
 
 

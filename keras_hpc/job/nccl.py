@@ -36,7 +36,7 @@ def describe() -> str:
     except _native.Error as error:
         return str(error)
     number = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-    return f"{number}, for plans that KERAS_HPC_ALLREDUCE=device:0-=nccl names; else gradients go through the host"
+    return f"{number}, where it is faster than through the host, or KERAS_HPC_ALLREDUCE=device:0-=nccl asks for it"
 
 
 def agree(plan: Any, device: int) -> bytes:
@@ -51,13 +51,13 @@ def agree(plan: Any, device: int) -> bytes:
     """
     team, problem, number, may_share = plan.team, "", b"", False
     try:
-        problem = _obstacle(plan)
+        problem = obstacle(plan)
         if not problem:
             may_share = load() >= _SHARES_FROM and os.environ.get(_SHARING, "0") != "0"
             number = _native.nccl_id() if team.rank == 0 else b""
         uuid = _native.visible_devices()[device][1]
     except _native.Error as error:
-        problem, uuid = str(error), ""
+        problem, uuid = f"rank {team.ranks[team.rank]}: {error}", ""
     everyone = team.allgather_object([problem, uuid, number, may_share], "open_nccl")
     problems = [text for text, *_ in everyone if text]
     sharing = len({uuid for _, uuid, *_ in everyone}) < team.size
@@ -69,11 +69,24 @@ def agree(plan: Any, device: int) -> bytes:
     return found
 
 
-def _obstacle(plan: Any) -> str:
+def obstacle(plan: Any) -> str:
+    """Return why NCCL cannot reduce such a plan; empty: it can. The same on all ranks."""
     if plan.pipelined:
         return "its steps are pipelined"
     if plan.op not in ("mean", "sum") or any(t.dtype not in _FLOATS for t in plan.tensors):
         return "only sums and means of floats are known to us there"
-    if plan.team.node_count > 1:
-        return "the ranks are on several nodes"
+    if plan.wire_dtype and plan.team.node_count > 1:
+        return f"between nodes its values are rounded to {plan.wire_dtype}"
     return ""
+
+
+def share_gpus(team: Any, device: int) -> bool:
+    """Return whether ranks share a GPU, and nothing says that NCCL may let them. Collective.
+
+    Args:
+        team: the ranks.
+        device: the number of this rank's GPU.
+    """
+    mine = [_native.visible_devices()[device][1], os.environ.get(_SHARING, "0") != "0"]
+    everyone = team.allgather_object(mine, "share_gpus")
+    return len({uuid for uuid, _ in everyone}) < team.size and not all(may for _, may in everyone)

@@ -6,13 +6,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from keras_hpc import _native
-from keras_hpc.job import log, nccl, tuning_cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +50,7 @@ class Plan:
         tensors: the tensors, in the order in which backward makes them.
         op: "mean", "sum", "min" or "max".
         weighted: whether a mean is weighted by the ranks' numbers of samples.
+        wire_dtype: what values are rounded to between nodes; None: nothing.
         team: the `Team` that reduces it.
         pipelined: whether its steps may get the average of the step before.
         device: the number of the GPU that has its tensors, or None.
@@ -80,6 +80,7 @@ class Plan:
         self.tensors = tuple(tensors)
         self.op = op
         self.weighted = weighted
+        self.wire_dtype = wire_dtype
         self.team = team
         self.pipelined = pipelined
         self.device: int | None = None
@@ -108,7 +109,7 @@ class Plan:
         self.device = ordinal
 
     def open_nccl(self, ordinal: int, number: bytes) -> None:
-        """The same, reduced by NCCL from GPU to GPU of a node. Collective.
+        """The same, reduced by NCCL from GPU to GPU. Collective.
 
         Args:
             ordinal: as for `open_device`.
@@ -229,47 +230,6 @@ class Plan:
             if array.shape != spec.shape or array.dtype != dtype_of(spec.dtype):
                 raise spec.misfit(array.shape, array.dtype.name)
         self._native.put([bytes_of(array) for array in arrays])
-
-
-def open_device(plan: Plan, device: int) -> None:
-    """Let a plan use the GPUs that have its tensors, if every rank can. Collective.
-
-    Args:
-        plan: a new plan, in its segment or pipelined.
-        device: the number of this rank's GPU; -1: the tensors are on the host, or on several GPUs.
-
-    Raises:
-        PlanMismatchError: some ranks have them on a GPU and some on the host.
-    """
-    team = plan.team
-    team.agree(f"Where the tensors of '{plan.name}' are", ["on a GPU" if device >= 0 else "on the host"])
-    if device < 0:
-        return
-    if plan.is_idle:
-        plan.device = device
-        return
-    if tuning_cache.way_on_devices(team.native, plan.nbytes) == "nccl":
-        problem = _try_on_all(plan, lambda: plan.open_nccl(device, nccl.agree(plan, device)))
-        if not problem:
-            return
-        if team.rank == 0:
-            log.info(f"NCCL does not reduce the tensors of '{plan.name}', which are staged; {problem}")
-    problem = _try_on_all(plan, lambda: plan.open_device(device))
-    if problem and team.rank == 0:
-        log.info(f"the tensors of '{plan.name}' are copied to the host while nothing else is done; {problem}")
-
-
-def _try_on_all(plan: Plan, opening: Callable[[], None]) -> str:
-    """Open a plan's device; where one rank cannot, close it on all, and return why, with that rank."""
-    team, problem = plan.team, ""
-    try:
-        opening()
-    except (_native.Error, MemoryError) as error:
-        problem = f"rank {team.ranks[team.rank]}: {error or type(error).__name__}"
-    problems = [text for text in team.allgather_object(problem, "open_device") if text]
-    if problems and plan.device is not None:
-        plan.close_device()
-    return problems[0] if problems else ""
 
 
 @functools.cache

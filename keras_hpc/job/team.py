@@ -12,7 +12,8 @@ import numpy as np
 
 from keras_hpc import _native
 from keras_hpc.job import objects, tuning_cache
-from keras_hpc.job.plan import Plan, TensorSpec, bytes_of, name_of, open_device
+from keras_hpc.job.device_plans import open_device
+from keras_hpc.job.plan import Plan, TensorSpec, bytes_of, name_of
 from keras_hpc.job.schedule import Schedule
 
 

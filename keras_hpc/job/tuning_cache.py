@@ -3,7 +3,7 @@
 
 `KERAS_HPC_ALLREDUCE` overrides it, by ranges of sizes: `private:0-1Ki=slot,1Ki-=staged;segment:0-=push` for arrays, and
 `network:0-64Ki=recursive_doubling,64Ki-=ring` for what each rank sends to other nodes, of arrays and gradients; and
-`device:1Mi-=nccl` for plans with tensors on GPUs, by their bytes, which is not measured: they are staged otherwise.
+`device:0-=staged` for plans with tensors on GPUs, by their bytes (`device_plans.py` measures these).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WAYS = {
 }
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _SLOT_BYTES = 64 << 10
-_ANY = 2**63  # larger than any array
+ANY = 2**63  # larger than any array
 _VERSION = 3  # of what is kept: ways or classes of sizes have changed where it differs
 
 
@@ -73,9 +73,9 @@ def known(team: _native.Team) -> list[Choice]:
 
 
 def way_on_devices(team: _native.Team, nbytes: int) -> str:
-    """Return how a plan of so many bytes is reduced whose tensors are on GPUs: "staged" or "nccl"."""
+    """Return how a plan of so many bytes is reduced whose tensors are on GPUs: "staged" or "nccl"; empty: not known."""
     fitting = [way for place, begin, end, way in known(team) if place == "device" and begin <= nbytes < end]
-    return str(fitting[-1]) if fitting else "staged"
+    return str(fitting[-1]) if fitting else ""
 
 
 def key_of(world: launch.World) -> str:
@@ -90,7 +90,7 @@ def describe(team: _native.Team) -> str:
     parts = []
     for place in _WAYS:
         ways = {}
-        for nbytes in (16 * 4**k for k in range(11)):
+        for nbytes in (16 * 4**k for k in range(12)):
             fitting = [way for where, begin, end, way in choices if where == place and begin <= nbytes < end]
             if fitting:
                 ways[_size(nbytes)] = fitting[-1]
@@ -118,7 +118,7 @@ def parse(text: str) -> list[Choice]:
                     f"'device'. Received: {part!r}"
                 )
             begin = int(match[1]) * _UNITS[match[2] or ""]
-            end = int(match[3]) * _UNITS[match[4] or ""] if match[3] else _ANY
+            end = int(match[3]) * _UNITS[match[4] or ""] if match[3] else ANY
             if match[5] == "slot" and end > _SLOT_BYTES + 1:
                 raise ValueError(f"{VARIABLE}: the way 'slot' takes 64 KiB at most. Received: {one!r}")
             choices.append([place, begin, end, match[5]])
@@ -149,6 +149,6 @@ def _is_choice(found: Any) -> bool:
     if not isinstance(found, list) or len(found) != 4:
         return False
     place, begin, end, way = found
-    numbers = all(type(number) is int for number in (begin, end)) and 0 <= begin < end <= _ANY
+    numbers = all(type(number) is int for number in (begin, end)) and 0 <= begin < end <= ANY
     fits = place in _WAYS and way in _WAYS[place] and (way != "slot" or end <= _SLOT_BYTES + 1)
     return numbers and fits

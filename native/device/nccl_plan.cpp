@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/nccl_plan.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <thread>
@@ -15,6 +16,7 @@ namespace {
 // Of the numbers on the host, where each is.
 constexpr size_t kWeight = 0, kSum = 8, kFromDevice = 16, kNumbersBytes = 24;
 constexpr double kLookSeconds = 1e-3;
+constexpr double kConnectSeconds = 120;  // NCCL may look for the others where they are not, and hang
 
 class Others final : public Awaited {
  public:
@@ -34,6 +36,7 @@ struct NcclPlan::Watch {
   NcclPlan& plan;
   Others others{plan.plan_};
   Lookout lookout = plan.team_.lookout();
+  double limit = plan.time_limit();
   Clock::time_point looked_at = Clock::now(), moved_at = looked_at;
 
   // `what` the device, or other ranks, have not done; null: it is for this rank's script to go on.
@@ -48,10 +51,9 @@ struct NcclPlan::Watch {
     looked_at = Clock::now();
     lookout.look(others);
     if (plan.communicator_ != nullptr) plan.communicator_->throw_if_failed();
-    if (seconds_since(moved_at) > plan.time_limit())
+    if (seconds_since(moved_at) > limit)
       throw Timeout("NCCL has not " + std::string(what) + " (" + plan.plan_.what() + ") on rank " +
-                    std::to_string(plan.team_.topology().rank) + " after " +
-                    std::to_string(static_cast<int>(plan.time_limit())) +
+                    std::to_string(plan.team_.topology().rank) + " after " + std::to_string(static_cast<int>(limit)) +
                     " s, the time limit. Do all ranks run the same number of steps?");
   }
 };
@@ -71,6 +73,7 @@ NcclPlan::NcclPlan(Team& team, Plan& plan, int ordinal, const device::NcclId& id
     pinned_ = std::make_unique<device::Pinned>(device_, memory_.get(), plan.layout().nbytes());
   for (int t = 0; t < count(); ++t) tensors_.push_back(std::make_unique<Tensor>(device_));
   Watch watch{*this};
+  watch.limit = std::min(watch.limit, kConnectSeconds);
   communicator_ = std::make_unique<device::Communicator>(device_, id, team.topology().rank, team.topology().size,
                                                          [&] { watch.look("connected the GPUs"); });
   run_courier([this] { serve(); });

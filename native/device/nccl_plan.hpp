@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The way of a device plan from GPU to GPU of a node, by NCCL: nothing goes through the host.
+// The way of a device plan from GPU to GPU, by NCCL: nothing goes through the host. Between nodes, NCCL has a network of
+// its own.
 //
 // A step, for each tensor:  start_on   an event is recorded on the caller's stream
 // by the courier,           factor     where ranks count with their weights, these are added up, once per step
@@ -28,8 +29,8 @@ namespace keras_hpc {
 
 class NcclPlan final : public DevicePlan {
  public:
-  // Collective on the team, whose ranks are on one node, each on a GPU of its own. A sum or mean of floats, in the
-  // segment, not pipelined. Throws Error where the device, its memory or NCCL cannot be had.
+  // Collective on the team, each of whose ranks has a GPU of its own. A sum or mean of floats, in the segment, not
+  // pipelined. Throws Error where the device, its memory or NCCL cannot be had.
   NcclPlan(Team& team, Plan& plan, int ordinal, const device::NcclId& id);
   ~NcclPlan() override;
 

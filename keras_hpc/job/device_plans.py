@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans with tensors on GPUs: through the host, or by NCCL from GPU to GPU, whichever was measured to be faster."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from keras_hpc import _native
+from keras_hpc.job import log, nccl, tuning_cache
+from keras_hpc.job.plan import Plan, TensorSpec
+
+# Classes of sizes reach up to a power of four of this many bytes; what is larger goes the way of the largest.
+_SMALLEST, _LARGEST = 64 << 10, 64 << 20
+_TENSORS, _ROUNDS = 8, 7
+# NCCL adds up in an order of its own, so bits are not the CPU's: it must be faster by this much to be worth it.
+_GAIN = 1.2
+
+
+def open_device(plan: Plan, device: int) -> None:
+    """Let a plan use the GPUs that have its tensors, if every rank can. Collective.
+
+    Args:
+        plan: a new plan, in its segment or pipelined.
+        device: the number of this rank's GPU; -1: the tensors are on the host, or on several GPUs.
+
+    Raises:
+        PlanMismatchError: some ranks have them on a GPU and some on the host.
+    """
+    team = plan.team
+    team.agree(f"Where the tensors of '{plan.name}' are", ["on a GPU" if device >= 0 else "on the host"])
+    if device < 0:
+        return
+    if plan.is_idle:
+        plan.device = device
+        return
+    if _way(plan, device) == "nccl":
+        problem = _open_nccl(plan, device)
+        if not problem:
+            return
+        _say(team, f"NCCL does not reduce the tensors of '{plan.name}', which are staged; {problem}")
+    if problem := _open_staged(plan, device):
+        _say(team, f"the tensors of '{plan.name}' are copied to the host while nothing else is done; {problem}")
+
+
+def _way(plan: Plan, device: int) -> str:
+    """Return "staged" or "nccl": what is known of such a size, or what is measured now. Collective."""
+    team = plan.team
+    known = tuning_cache.way_on_devices(team.native, plan.nbytes)
+    # Other teams reduce beside this one: NCCL's kernels of two communicators may wait for each other for ever.
+    if known or team.index != 0 or nccl.obstacle(plan) or nccl.share_gpus(team, device):
+        return known or "staged"
+    begin, end, nbytes = _size_class(plan.nbytes)
+    specs = [TensorSpec(str(number), (nbytes // _TENSORS // 4,), "float32") for number in range(_TENSORS)]
+    seconds = {"staged": math.inf, "nccl": math.inf}
+    for way, opening in (("staged", _open_staged), ("nccl", _open_nccl)):
+        trial = Plan(team, f"a trial, {way}", specs, "mean", False, None, True, False)
+        problem = opening(trial, device)
+        if not problem:
+            seconds[way] = _seconds(trial, device)
+        trial.end()
+        if problem:
+            _say(team, f"gradients on GPUs are not tried {way}; {problem}")
+    fastest = "nccl" if seconds["nccl"] * _GAIN < seconds["staged"] else "staged"
+    team.native.add_choice("device", begin, end, fastest)
+    return fastest
+
+
+def _size_class(nbytes: int) -> tuple[int, int, int]:
+    """Return which sizes go the same way, from a first one to before an end, and the size to measure."""
+    largest = _SMALLEST
+    while largest < min(nbytes, _LARGEST):
+        largest *= 4
+    return (
+        0 if largest == _SMALLEST else largest // 4 + 1,
+        tuning_cache.ANY if largest == _LARGEST else largest + 1,
+        largest,
+    )
+
+
+def _seconds(plan: Plan, device: int) -> float:
+    """Return how long a step takes, on the slowest rank. Collective."""
+    each = plan.nbytes // len(plan.tensors)
+    tensors = _native.DeviceArray(device, plan.nbytes)
+    taken = []
+    for _ in range(_ROUNDS):
+        plan.team.barrier()
+        begin = time.perf_counter()
+        for number in range(len(plan.tensors)):
+            plan.start_on(number, tensors.address + number * each, each, 1.0, tensors.stream)
+        plan.wait_on(tensors.stream)
+        tensors.finish()
+        taken.append(time.perf_counter() - begin)
+    slowest: float = max(plan.team.allgather_object(statistics.median(taken[1:]), "a trial"))
+    return slowest
+
+
+def _open_nccl(plan: Plan, device: int) -> str:
+    try:
+        number = nccl.agree(plan, device)
+    except _native.Error as error:  # of all ranks
+        return str(error)
+    return _try_on_all(plan, lambda: plan.open_nccl(device, number))
+
+
+def _open_staged(plan: Plan, device: int) -> str:
+    return _try_on_all(plan, lambda: plan.open_device(device))
+
+
+def _try_on_all(plan: Plan, opening: Callable[[], None]) -> str:
+    """Open a plan's device; where one rank cannot, close it on all, and return why, with that rank."""
+    team, problem = plan.team, ""
+    try:
+        opening()
+    except (_native.Error, MemoryError) as error:
+        problem = f"rank {team.ranks[team.rank]}: {error or type(error).__name__}"
+    problems = [text for text in team.allgather_object(problem, "open_device") if text]
+    if problems and plan.device is not None:
+        plan.close_device()
+    return problems[0] if problems else ""
+
+
+def _say(team: Any, text: str) -> None:
+    if team.rank == 0:
+        log.info(text)
