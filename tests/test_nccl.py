@@ -26,7 +26,8 @@ def fake():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "bucket_bytes"), [([0], 0), ([0] * 2, 0), ([0] * 3, 4096), ([0] * 4, 0), ([0, 1], 0), ([0, 0, 1, 1], 4096)]
+    ("nodes", "bucket_bytes"),
+    [([0], 0), ([0] * 2, 0), ([0] * 3, 4096), ([0] * 4, 0), ([0, 1], 0), ([0, 0, 1, 1], 4096)],
 )
 def test_means_are_those_of_all_ranks(nodes, bucket_bytes):
     """On several nodes NCCL sends between them, too."""

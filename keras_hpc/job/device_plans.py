@@ -51,7 +51,7 @@ def _way(plan: Plan, device: int) -> str:
     team = plan.team
     known = tuning_cache.way_on_devices(team.native, plan.nbytes)
     # Other teams reduce beside this one: NCCL's kernels of two communicators may wait for each other for ever.
-    if known or team.index != 0 or nccl.obstacle(plan) or nccl.share_gpus(team, device):
+    if known or team.index != 0 or team.lacks_nccl or nccl.obstacle(plan) or nccl.share_gpus(team, device):
         return known or "staged"
     begin, end, nbytes = _size_class(plan.nbytes)
     specs = [TensorSpec(str(number), (nbytes // _TENSORS // 4,), "float32") for number in range(_TENSORS)]
@@ -63,7 +63,9 @@ def _way(plan: Plan, device: int) -> str:
             seconds[way] = _seconds(trial, device)
         trial.end()
         if problem:
-            _say(team, f"gradients on GPUs are not tried {way}; {problem}")
+            _say(team, f"plans of GPUs are not tried {way}; {problem}")
+            team.lacks_nccl = True  # not kept for the next job, which may have it
+            return "staged"
     fastest = "nccl" if seconds["nccl"] * _GAIN < seconds["staged"] else "staged"
     team.native.add_choice("device", begin, end, fastest)
     return fastest

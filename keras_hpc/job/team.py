@@ -34,6 +34,7 @@ class Team:
         schedule: when it applies which gradients.
         report_every: steps after which rank 0 prints what reductions cost; None: never.
         selection_key: under which measured choices are kept; empty with one rank.
+        lacks_nccl: whether NCCL was tried on GPUs and failed.
         device: the GPU that has the tensors of plans of which nothing else is said; None: they are on the host.
         parts: so many neighbouring ranks compute each sample together.
         settle: waits for the calls of compiled programs that still run beside Python; None where there are none.
@@ -55,6 +56,7 @@ class Team:
         self.report_every: int | None = None
         self.selection_key = ""
         self.settle: Callable[[], object] | None = None
+        self.lacks_nccl = False
         self.device: int | None = None
         self.parts = 1
         self._plans: dict[tuple[Any, ...], Plan] = {}

@@ -69,11 +69,14 @@ if rank == 1:
     nccl.fake_nccl_fail(b"ncclGetVersion", 0)
 pretend(1.0, 0.5)
 assert way_of(team, "without", 100_000, in_segment=True) == "staged"
+assert way_of(team, "still without", 100_000, in_segment=True) == "staged"
 assert trials[4:] == ["a trial, staged"]
 team.close()
 team = make_team(world, 0, 1, 60.0, 30.0)
 assert way_of(team, "of a later job", 1000, in_segment=True) == "nccl"
 assert len(trials) == 5
+assert way_of(team, "tried again", 100_000, in_segment=True) == "nccl"
+assert trials[5:] == ["a trial, staged", "a trial, nccl"]
 team.close()
 other.close()
 world.close()
