@@ -42,16 +42,17 @@ def test_the_only_rank_copies_nothing(run_ranks, tmp_path):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("n", "backend", "names"),
+    ("n", "nodes", "backend", "names"),
     [
-        (2, "torch", ["own_loops", "gradients"]),
-        pytest.param(2, "jax", ["fit"], marks=pytest.mark.soak),
-        pytest.param(3, "torch", ["own_loops", "fit"], marks=pytest.mark.soak),
+        (2, 2, "torch", ["own_loops", "gradients"]),
+        pytest.param(2, 1, "torch", ["own_loops", "gradients"], marks=pytest.mark.soak),
+        pytest.param(2, 1, "jax", ["fit"], marks=pytest.mark.soak),
+        pytest.param(3, 2, "torch", ["own_loops", "fit"], marks=pytest.mark.soak),
     ],
 )
-def test_what_holds_on_the_host_holds_by_nccl(n, backend, names, run_ranks, tmp_path):
+def test_what_holds_on_the_host_holds_by_nccl(n, nodes, backend, names, run_ranks, tmp_path):
     """What it does not reduce is staged, as pipelined teams are."""
-    _run(n, backend, names, run_ranks, tmp_path, _by_nccl(tmp_path))
+    _run(n, backend, names, run_ranks, tmp_path, _by_nccl(tmp_path) | {"MPIR_CVAR_NUM_CLIQUES": str(nodes)})
 
 
 @pytest.mark.mpi
