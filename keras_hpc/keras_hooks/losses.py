@@ -30,7 +30,7 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.keras_hooks import float8, keras_private, pair_losses, part_losses, running, variables
+from keras_hpc.keras_hooks import float8, keras_private, normalization, pair_losses, part_losses, running, variables
 
 _TOLERANCE = 0.02  # of a ratio that is 1 or 2 but for rounding
 _NOISY = 0.3  # where layers draw random numbers
@@ -61,7 +61,10 @@ def install(job: Any, patcher: Any) -> None:
                     )
                 return loss * share
             if len(getattr(values, "shape", ())) == 0:  # a function may return a plain number
-                return loss if _asked.loss is None else _scaled_if_sum(step, loss, *_asked.loss)
+                if _asked.loss is None:
+                    return loss
+                pair_losses.check_number(*_asked.loss)
+                return _scaled_if_sum(step, loss, *_asked.loss)
             if _asked.loss is not None:
                 pair_losses.check(*_asked.loss)
             divisor = _divisor(loss.dtype, sample_weight, mask, reduction)
@@ -224,25 +227,40 @@ def find_sums(model: Any, adapter: Any) -> None:
             "loss for each sample"
         )
         return
-    found = []
-    options = {"training": True} if "training" in inspect.signature(model.call).parameters else {}
-    for x in (rows, keras.tree.map_structure(lambda a: np.concatenate([a, a]), rows)):
-        values = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
-        with current.local():
-            *_, losses = model.stateless_call(*values, x, return_losses=True, **options)
-        found.append(losses)
-    for number, (once, twice) in enumerate(zip(*found, strict=True)):
-        if len(once.shape) > 0:
+    half = len(keras.tree.flatten(rows)[0]) // 2
+    noisy = bool(variables.seed_generators(model))
+    # Batches that are normalized have other values in halves, whatever the loss.
+    halved = half and not noisy and not any(map(normalization.is_normalization, model._flatten_layers()))
+    parts = [slice(2 * half), slice(half), slice(half, 2 * half)] if halved else []
+    batches = [rows, keras.tree.map_structure(lambda a: np.concatenate([a, a]), rows)]
+    batches += [keras.tree.map_structure(lambda a: a[part], rows) for part in parts]  # noqa: B023
+    dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
+    what = f"What a layer of model `{model.name}` gives to add_loss()"
+    for number, losses in enumerate(zip(*(_added(model, x) for x in batches), strict=True)):
+        if len(losses[0].shape) > 0:
             continue
-        first, second = (float(backends.current().to_numpy(loss)) for loss in (once, twice))
-        if first == 0:
+        once, twice, *others = (float(backends.current().to_numpy(loss)) for loss in losses)
+        if once == 0:
             continue
-        ratio = second / first
-        tolerance = _NOISY if variables.seed_generators(model) else _TOLERANCE
+        ratio = twice / once
+        tolerance = _NOISY if noisy else _TOLERANCE
         if abs(ratio - 1) > tolerance and abs(ratio - 2) > tolerance:
-            _check_ratio(f"What a layer of model `{model.name}` gives to add_loss()", ratio)
+            _check_ratio(what, ratio)
+        if others and np.isfinite(others).all():
+            whole, *halves = others
+            if not pair_losses.adds_up(whole, halves, dtypes):
+                raise ValueError(pair_losses.REFUSED.format(what=what, whole=whole, halves=halves, of="samples"))
         if ratio > 1.5:
             state.added_sums.add(number)
+
+
+def _added(model: Any, x: Any) -> list[Any]:
+    """Return what the layers of a model give to `add_loss` for a batch in training."""
+    options = {"training": True} if "training" in inspect.signature(model.call).parameters else {}
+    values = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
+    with current.local():
+        *_, losses = model.stateless_call(*values, x, return_losses=True, **options)
+    return list(losses)
 
 
 def _scaling_vectors(original: Any) -> Any:
@@ -339,6 +357,8 @@ def _share(step: running.Step, divisor: Any) -> Any:
     if step.offset is not None:
         return _share_of_part(step, count, divisor)
     divided = isinstance(divisor, float)  # then the sums stay sums
+    if not divided:
+        step.next_use("divisors")
     has_samples = count > 0
     mine = keras.ops.cast(keras.ops.where(has_samples, divisor, 0.0), "float32")  # last: a floatx of 64 bits wins
     (total,) = _sum(step, keras.ops.stack([count, mine]))

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses losses that compare the samples of a batch with each other: a rank has only the pairs of its own part.
+"""Refuses losses that depend on all samples of a batch together: a rank has only its own part of them.
 
 A function that returns a loss for each sample does not say whether other samples have a part in it, as the negatives of
 a contrastive loss. With `init(batch="global")` it is asked, once: the losses of made-up samples are the same beside
 other samples if each depends on its own sample alone.
+
+A function that returns one number for a batch is asked whether it is the mean of what two halves of the batch give, or
+their sum. A ratio of sums (Dice, masks of one's own), the root of a mean and a correlation are neither.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -20,6 +24,15 @@ from keras_hpc.keras_hooks import own_steps
 
 _TOLERANCE = 0.02  # of the largest loss
 _DRAWS = 3  # one that is cut off at 0 may be 0 for all samples of one
+_SMALLER = 0.2  # of what it was are predictions of the second half, so that the halves have losses of their own
+_MISSING = None, 0.0, -1.0  # what targets without a value are marked with, for a mask
+REFUSED = (
+    "{what} is neither a mean nor a sum over samples, but one number for a whole batch, as a ratio of sums, the root "
+    "of a mean or a product of means is, and each rank has a part of the batch. So ranks cannot compute what one rank "
+    'computes. With init(batch="global"), return a loss for each sample, of shape (batch,), as '
+    'keras.losses.Dice(axis=(1, 2, 3)) does; or use batch="local". Received: {whole:.4g} for {of}, of whose halves one '
+    "has {halves[0]:.4g} and the other one {halves[1]:.4g}"
+)
 
 _known: weakref.WeakSet[Any] = weakref.WeakSet()  # of which nobody needs to ask again
 
@@ -57,7 +70,65 @@ def check(loss: Any, y_true: Any, y_pred: Any) -> None:
     _known.add(loss)  # not one that was refused: it is refused again
 
 
+def check_number(loss: Any, y_true: Any, y_pred: Any) -> None:
+    """Ask a loss that returns one number for a batch, if it was not asked before. Without communication.
+
+    Args:
+        loss: a `keras.losses.Loss`.
+        y_true: what it gets in a step, of which only shapes and dtypes matter.
+        y_pred: likewise.
+
+    Raises:
+        ValueError: the number is neither the mean nor the sum of those of two halves.
+    """
+    if loss in _known:
+        return
+    for draw, missing in enumerate(_MISSING):
+        first, (targets, predictions) = (_made_up((y_true, y_pred), 4 * draw + more) for more in (0, 2))
+        targets = keras.tree.map_structure(functools.partial(_without_a_value, missing), targets)
+        second = targets, keras.tree.map_structure(_smaller, predictions)
+        try:
+            both = keras.tree.map_structure(lambda x, y: np.concatenate([x, y]), first, second)
+            with backends.current().outside_programs():
+                whole, *halves, again = (float(_values(loss, given)) for given in (both, first, second, first))
+        except Exception:  # noqa: BLE001  as above
+            return
+        if again != halves[0]:
+            return  # random, or not a number
+        if np.isfinite(halves).all() and not adds_up(whole, halves, [loss.dtype]):
+            what = f"The loss `{loss.name}`"
+            raise ValueError(REFUSED.format(what=what, whole=whole, halves=halves, of="made-up samples"))
+    _known.add(loss)
+
+
+def adds_up(whole: float, halves: Sequence[float], dtypes: Iterable[Any]) -> bool:
+    """Return whether the loss of a batch is the mean of those of its halves, or their sum.
+
+    Args:
+        whole: the loss of the batch.
+        halves: those of its two halves, of as many samples.
+        dtypes: what they were computed in.
+    """
+    limit = own_steps.tolerance_of(dtypes) * max(abs(whole), *map(abs, halves))
+    return any(abs(whole - total) <= limit for total in (sum(halves) / 2, sum(halves)))
+
+
+def _smaller(array: np.ndarray) -> np.ndarray:
+    return array * array.dtype.type(_SMALLER) if array.dtype.kind == "f" else array
+
+
+def _without_a_value(missing: float | None, array: np.ndarray) -> np.ndarray:
+    """Return targets of which the first sample is marked as having none."""
+    if missing is None or array.dtype.kind != "f" or not array.ndim:
+        return array
+    marked = array.copy()
+    marked[0] = missing
+    return marked
+
+
 def _is_users(loss: Any) -> bool:
+    if isinstance(loss, keras.losses.Circle):  # the one of Keras that compares
+        return True
     of_keras = type(loss).__module__.startswith("keras.")
     function = getattr(loss, "fn", None)
     return not of_keras or (function is not None and not str(function.__module__).startswith("keras."))

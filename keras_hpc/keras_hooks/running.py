@@ -98,11 +98,13 @@ class Trial:
         factor: what gradients are multiplied with where they are computed.
         gradients: what an optimizer would apply, a list for each call of one.
         takes_means: whether the step itself has asked for a mean over ranks.
+        communicates: whether it has asked ranks for any reduction.
     """
 
     factor: float = 1.0
     gradients: list[list[Any]] = dataclasses.field(default_factory=list)
     takes_means: bool = False
+    communicates: bool = False
 
 
 class _Running(threading.local):
