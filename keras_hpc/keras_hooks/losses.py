@@ -11,10 +11,6 @@ A function that returns one number for a whole batch does not say whether that i
 `init(batch="global")` it is asked: of the same samples twice a mean stays and a sum doubles; anything else is no loss
 that several ranks could add up, and refused. What `add_loss` got is asked in the same way, once, before training, and
 one that returns a loss for each sample in pair_losses.py.
-
-The loss of each of several outputs is logged as a mean over samples, or, where TensorFlow does not know the batch size
-when it traces, over steps; then each rank adds its part n_r / sum(n_r) of a step. So it does of any single number that
-a step gives to a `keras.metrics.Mean`, as the loss of a `train_step` of the user's own: one rank has a mean over steps.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ _ASKED_ROWS = 8
 
 
 def install(job: Any, patcher: Any) -> None:
-    """Hooks the one function in which Keras reduces losses, and the metric that logs the loss of an output."""
+    """Hooks the one function in which Keras reduces losses."""
 
     def weigh(original: Any) -> Any:
         @functools.wraps(original)
@@ -51,7 +47,7 @@ def install(job: Any, patcher: Any) -> None:
         ) -> Any:
             loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
             step, share = running.step(), part_losses.share_of_loss(values, reduction)
-            if not _exchanges(step):
+            if not exchanges(step):
                 if share is None:
                     return loss
                 if _divisor(loss.dtype, sample_weight, mask, reduction) is not None:
@@ -77,21 +73,6 @@ def install(job: Any, patcher: Any) -> None:
 
         return reduce_weighted_values
 
-    def divide_step(original: Any) -> Any:
-        @functools.wraps(original)
-        def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-            step = running.step()
-            # Of one rank TensorFlow may know the batch size when it traces, of another not: all batches of the one are
-            # equal, by chance. They must do the same; where all global batches are equal, it comes to the same.
-            wanted = sample_weight is None or _is_tracing_tensorflow()
-            if wanted and _exchanges(step) and any(metric is self for metric in _output_losses(step)):
-                sample_weight = part_of(step)
-            elif sample_weight is None and _is_number(values) and weighs_numbers(step):
-                sample_weight = part_of(step)
-            return original(self, values, sample_weight=sample_weight)
-
-        return update_state
-
     def remember(original: Any) -> Any:
         @functools.wraps(original)
         def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -108,7 +89,7 @@ def install(job: Any, patcher: Any) -> None:
         def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
             total = original(self, loss)
             step = running.step()
-            if not _exchanges(step):
+            if not exchanges(step):
                 return total
             number = step.next_use("additional losses")
             sums = current.job().known.model(self).added_sums
@@ -128,7 +109,6 @@ def install(job: Any, patcher: Any) -> None:
 
         patcher.patch(tf.GradientTape, "gradient", _scaling_vectors)
     patcher.patch(keras_private.module(keras_private.LOSSES), "reduce_weighted_values", weigh)
-    patcher.patch(keras.metrics.Mean, "update_state", divide_step)
 
 
 def _taking_part(original: Any) -> Any:
@@ -148,18 +128,10 @@ def _taking_part(original: Any) -> Any:
     return scale_loss
 
 
-def _is_tracing_tensorflow() -> bool:
-    if keras.backend.backend() != "tensorflow":
-        return False
-    import tensorflow as tf
-
-    return not tf.executing_eagerly()
-
-
 def weighs_numbers(step: running.Step | None) -> TypeGuard[running.Step]:
     """Return whether numbers that a step gives to a metric count by this rank's part of its samples."""
     # An exchange would be waited for, what pipelined steps never do.
-    return _exchanges(step) and (step.twin or current.team_of(step.model).schedule.kind == "synchronous")
+    return exchanges(step) and (step.twin or current.team_of(step.model).schedule.kind == "synchronous")
 
 
 def meet(step: running.Step) -> None:
@@ -170,11 +142,6 @@ def meet(step: running.Step) -> None:
     """
     if weighs_numbers(step):
         part_of(step)
-
-
-def _is_number(values: Any) -> bool:
-    shape = getattr(values, "shape", ())
-    return getattr(shape, "rank", 0) is not None and len(shape) == 0
 
 
 class _Asked(threading.local):
@@ -271,7 +238,7 @@ def _scaling_vectors(original: Any) -> Any:
         found = original(self, target, sources, *args, **kwargs)
         step = running.step()
         axes = getattr(getattr(target, "shape", None), "rank", 0)
-        if not axes or not _exchanges(step) or not all(map(_is_variable, keras.tree.flatten(sources))):
+        if not axes or not exchanges(step) or not all(map(_is_variable, keras.tree.flatten(sources))):
             return found
         share = _share(step, 1.0)
         return keras.tree.map_structure(lambda g: None if g is None else g * keras.ops.cast(share, g.dtype), found)
@@ -305,15 +272,11 @@ def check_exact(model: Any) -> None:
         current.notice(f"results depend on the number of ranks: {text}")
 
 
-def _exchanges(step: running.Step | None) -> TypeGuard[running.Step]:
+def exchanges(step: running.Step | None) -> TypeGuard[running.Step]:
+    """Return whether ranks may exchange numbers in a step."""
     if step is None or not step.in_lockstep or step.count is None:
         return False
     return step.twin or current.active()
-
-
-def _output_losses(step: running.Step) -> list[Any]:
-    loss = getattr(step.model, "_compile_loss", None)
-    return [] if loss is None else list(loss.metrics)
 
 
 def part_of(step: running.Step) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -22,12 +22,17 @@ import numpy as np
 
 from keras_hpc import backends
 from keras_hpc.job import current, log
-from keras_hpc.keras_hooks import clipping, keras_private, normalization, running, seeds, variables
+from keras_hpc.keras_hooks import (
+    clipping,
+    keras_private,
+    made_up,
+    metric_numbers,
+    normalization,
+    running,
+    seeds,
+    variables,
+)
 
-_ROWS = 4
-_UNKNOWN_LENGTH = 8  # of axes whose length is not known
-_TOLERANCE = 0.02  # of a ratio that is 1 but for rounding
-_FINE_TOLERANCE = 1e-3  # likewise, on a CPU, in 32 or 64 bits
 # Where a step draws random numbers, a mean over twice the samples is up to sqrt(2) times smaller, and so is a sum.
 _NOISY_SUM = 1.2, 3.0
 _DRAWS, _MOST_DRAWS = 16, 512
@@ -53,16 +58,6 @@ def has_own(model: Any, method: str) -> bool:
 def has_keras_loss(model: Any) -> bool:
     """Return whether a model computes its loss as Keras does."""
     return type(model).compute_loss is keras_private.get(keras_private.TRAINER).compute_loss
-
-
-def tolerance_of(dtypes: Iterable[Any]) -> float:
-    """Return how far numbers that are equal, but for rounding, are apart, as a part of them.
-
-    Args:
-        dtypes: what they were computed in.
-    """
-    coarse = current.job().device is not None or any("16" in str(dtype) or "float8" in str(dtype) for dtype in dtypes)
-    return _TOLERANCE if coarse else _FINE_TOLERANCE
 
 
 def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -94,10 +89,13 @@ def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     else:
         batch = next(batches)
         batches = itertools.chain([batch], batches)
-    everyone = np.array(_verdict(model, rest, batch), np.float64)
+    told = metric_numbers.of_model(model)
+    *verdict, kinds = _verdict(model, rest, batch)
+    everyone = np.array([*verdict, *(kinds or [metric_numbers.UNKNOWN] * len(told))], np.float64)
     team = current.team_of(model)
     team.allreduce(everyone, op="max")
     _report(model, int(everyone[0]), everyone[1])
+    metric_numbers.tell(told, everyone[3:].astype(int).tolist())
     if everyone[2] and team.rank == 0:
         log.warning(
             f"`{type(model).__name__}.train_step()` limits gradients before the optimizer gets them: each rank its "
@@ -125,12 +123,12 @@ def _report(model: Any, verdict: int, ratio: float) -> None:
         )
 
 
-def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool]:
-    """Return what the step does, the ratio that says so, and whether it limits gradients."""
+def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool, list[int]]:
+    """Return what the step does, the ratio that says so, whether it limits gradients, and what its metrics get."""
     if not all(layer.built for layer in model._flatten_layers()):
-        return _UNKNOWN, 0.0, False
+        return _UNKNOWN, 0.0, False, []
     try:
-        samples = keras.tree.map_structure(made_up, batch)
+        samples = keras.tree.map_structure(made_up.samples, batch)
         with seeds.kept(), _restored(model):
             twin = _twin(model)
             trials = _Tries(model, rest, twin), _Tries(model, rest, None)
@@ -143,12 +141,14 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool]
                     np.concatenate([had, trial.norms(data, _DRAWS)])
                     for had, trial, data in zip((one_of_two, alone), trials, given, strict=True)
                 )
+            moved = trials[0].moved, trials[1].moved
+            kinds = [metric_numbers.kind_of(metric, *moved) for metric in metric_numbers.of_model(model)]
             together = not noisy and not _adds_up(model, *trials, samples, batch)
             large = alone
             if not is_keras_own(model):
                 large = _Tries(model, rest, None, _LARGE).norms(given[1], len(alone)) / _LARGE
     except Exception:  # noqa: BLE001  a step may refuse made-up samples; what is wrong with it, it raises again
-        return _UNKNOWN, 0.0, False
+        return _UNKNOWN, 0.0, False, []
     limits = large.shape == alone.shape and bool((np.mean(large**2, axis=0) < 0.25 * np.mean(alone**2, axis=0)).any())
     found = (_TOGETHER if together else _FINE), 1.0
     for ours, theirs in zip(*(np.sqrt(np.mean(norms**2, axis=0)) for norms in (one_of_two, alone)), strict=True):
@@ -159,9 +159,9 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool]
             low, high = _NOISY_SUM
             verdict = _FINE if ratio < low else _SUM if ratio < high else _UNKNOWN
         else:
-            verdict = next((v for v, r in ((_FINE, 1), (_SUM, 2)) if abs(ratio - r) < _TOLERANCE), _NEITHER)
+            verdict = next((v for v, r in ((_FINE, 1), (_SUM, 2)) if abs(ratio - r) < made_up.TOLERANCE), _NEITHER)
         found = max(found, (verdict, ratio))
-    return (*found, limits)
+    return (*found, limits, kinds)
 
 
 def _sure(one_of_two: np.ndarray, alone: np.ndarray) -> bool:
@@ -174,22 +174,7 @@ def _sure(one_of_two: np.ndarray, alone: np.ndarray) -> bool:
 
 
 def _twin(model: Any) -> running.Step:
-    return running.Step(model, "trial", in_lockstep=True, count=_ROWS, twin=True)
-
-
-def made_up(leaf: Any, seed: int = 0) -> Any:
-    """Return samples like those of a batch, or of the specification of one: arrays, or None."""
-    if leaf is None or type(leaf).__name__ == "OptionalSpec":
-        return None
-    dtype = np.dtype(keras.backend.standardize_dtype(leaf.dtype).replace("bfloat16", "float32"))
-    shape = [_UNKNOWN_LENGTH if length is None else length for length in leaf.shape]
-    if not shape:
-        return np.ones((), dtype)
-    shape[0] = _ROWS
-    if dtype.kind == "f":
-        return np.random.default_rng(seed).uniform(0.1, 0.9, shape).astype(dtype)
-    numbers = np.arange(1, _ROWS + 1).reshape(-1, *[1] * (len(shape) - 1)) % (seed + 2) > 0  # may be a class or a mask
-    return np.broadcast_to(numbers, shape).astype(dtype)
+    return running.Step(model, "trial", in_lockstep=True, count=made_up.ROWS, twin=True)
 
 
 @contextlib.contextmanager
@@ -216,7 +201,7 @@ def _adds_up(model: Any, rank: _Tries, alone: _Tries, samples: Any, batch: Any) 
     alike = rank.step is not None and rank.step.uses["divisors"] > 0
 
     def other(mine: Any, leaf: Any) -> Any:
-        numbers = mine if alike and mine.dtype.kind != "f" else made_up(leaf, _OTHERS)
+        numbers = mine if alike and mine.dtype.kind != "f" else made_up.samples(leaf, _OTHERS)
         return numbers * numbers.dtype.type(_SMALLER) if numbers.dtype.kind == "f" else numbers
 
     others = keras.tree.map_structure(lambda x, leaf: None if x is None else other(x, leaf), samples, batch)
@@ -224,9 +209,9 @@ def _adds_up(model: Any, rank: _Tries, alone: _Tries, samples: Any, batch: Any) 
         others = (*others[:2], samples[2])  # weights of samples
     halves = [rank.projections(part) for part in (samples, others)]
     whole = alone.projections(_joined(samples, others))
-    limits = tolerance_of(layer.compute_dtype for layer in model._flatten_layers()) * np.abs([*halves, whole]).max(
-        axis=(0, 2), initial=0
-    )
+    limits = made_up.tolerance_of(layer.compute_dtype for layer in model._flatten_layers()) * np.abs(
+        [*halves, whole]
+    ).max(axis=(0, 2), initial=0)
     return not (np.abs(sum(halves) / 2 - whole).max(axis=1, initial=0) > limits).any()
 
 
@@ -247,6 +232,7 @@ class _Tries:
     def __init__(self, model: Any, rest: list[Any], step: running.Step | None, factor: float = 1.0) -> None:
         self.model, self.rest, self.step, self.factor = model, rest, step, factor
         self.communicates = False
+        self.moved: dict[int, Any] = {}  # by how much variables of metrics have moved so far, by their `id`
         self.program: Callable[..., Any] = self._run
         if keras.backend.backend() == "tensorflow" and not model.run_eagerly:
             import tensorflow as tf
@@ -267,7 +253,9 @@ class _Tries:
 
     def _try(self, samples: Any) -> tuple[list[float], list[list[float]]]:
         data = keras.tree.map_structure(lambda x: None if x is None else keras.ops.convert_to_tensor(x), samples)
-        found, self.rest = _from_the_same_state(self.model, self.program, self.rest, data)
+        found, self.rest, moved = _from_the_same_state(self.model, self.program, self.rest, data)
+        for variable, difference in zip(self.model.metrics_variables, moved, strict=True):
+            self.moved[id(variable)] = self.moved.get(id(variable), 0) + difference
         if keras.backend.backend() == "torch":
             self.model.zero_grad()
         norms, projections = keras.tree.map_structure(lambda x: float(backends.current().to_numpy(x)), found)
@@ -292,21 +280,35 @@ class _Tries:
         ), state
 
 
-def _from_the_same_state(model: Any, program: Callable[..., Any], rest: list[Any], data: Any) -> tuple[Any, list[Any]]:
-    """Run a trial. The next one begins as this one did, but for the seeds: layers may compute with what they count."""
+def _from_the_same_state(
+    model: Any, program: Callable[..., Any], rest: list[Any], data: Any
+) -> tuple[Any, list[Any], list[np.ndarray]]:
+    """Run a trial. The next one begins as this one did, but for the seeds: layers may compute with what they count.
+
+    Returns:
+        What the trial has found, with what the next one begins, and by how much variables of metrics have moved.
+    """
     seeds_of = {id(generator.state) for generator in variables.seed_generators(model)}
+    backend = backends.current()
     if keras.backend.backend() == "jax":
         norms, ((trainable, others, optimizer, metrics),) = program(*rest, data)
         known = zip(model.non_trainable_variables, others, rest[0][1], strict=True)
         others = [new if id(variable) in seeds_of else old for variable, new, old in known]
-        return norms, [(trainable, others, optimizer, metrics)]
+        moved = [_difference(new, old) for new, old in zip(metrics, rest[0][3], strict=True)]
+        return norms, [(trainable, others, optimizer, rest[0][3])], moved
     held = [v for v in (*model.non_trainable_variables, *model.metrics_variables) if id(v) not in seeds_of]
-    backend = backends.current()
     values = [backend.to_numpy(variable) for variable in held]
     norms, rest = program(*rest, data)
+    before = {id(variable): value for variable, value in zip(held, values, strict=True)}
+    moved = [_difference(variable, before[id(variable)]) for variable in model.metrics_variables]
     for variable, value in zip(held, values, strict=True):
         backend.assign(variable, value)
-    return norms, rest
+    return norms, rest, moved
+
+
+def _difference(new: Any, old: Any) -> np.ndarray:
+    values = [np.array(backends.current().to_numpy(value), np.float64) for value in (new, old)]
+    return np.asarray(values[0] - values[1])
 
 
 def _norm(gradients: list[Any]) -> Any:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
 from keras_hpc import backends
-from keras_hpc.keras_hooks import own_steps
+from keras_hpc.keras_hooks import made_up
 
 _TOLERANCE = 0.02  # of the largest loss
 _DRAWS = 3  # one that is cut off at 0 may be 0 for all samples of one
@@ -55,7 +55,7 @@ def check(loss: Any, y_true: Any, y_pred: Any) -> None:
         try:
             both = keras.tree.map_structure(lambda x, y: np.concatenate([x, y]), samples, others)
             with backends.current().outside_programs():
-                alone, again, beside = (_values(loss, given) for given in (samples, samples, both))
+                alone, again, beside = (_values(loss.call, loss.dtype, given) for given in (samples, samples, both))
         except Exception:  # noqa: BLE001  it may refuse made-up samples; what is wrong with it, it raises again
             return
         if beside.shape != (2 * len(alone), *alone.shape[1:]) or not (again == alone).all():
@@ -83,6 +83,32 @@ def check_number(loss: Any, y_true: Any, y_pred: Any) -> None:
     """
     if loss in _known:
         return
+    answer = ask_number(loss.call, loss.dtype, y_true, y_pred)
+    if answer.is_neither:
+        what = f"The loss `{loss.name}`"
+        raise ValueError(REFUSED.format(what=what, whole=answer.whole, halves=answer.halves, of="made-up samples"))
+    _known.add(loss)
+
+
+class Answer(NamedTuple):
+    """What a function that returns one number for a batch says of made-up samples and of their halves."""
+
+    is_sum: bool = False
+    is_neither: bool = False
+    whole: float = 0.0
+    halves: Sequence[float] = ()
+
+
+def ask_number(function: Callable[..., Any], dtype: str, y_true: Any, y_pred: Any) -> Answer:
+    """Ask a function whether it returns a mean over samples, which it is if it does not answer. No communication.
+
+    Args:
+        function: of `y_true` and `y_pred`.
+        dtype: what both are converted to.
+        y_true: what it gets in a step, of which only shapes and dtypes matter.
+        y_pred: likewise.
+    """
+    sums = []
     for draw, missing in enumerate(_MISSING):
         first, (targets, predictions) = (_made_up((y_true, y_pred), 4 * draw + more) for more in (0, 2))
         targets = keras.tree.map_structure(functools.partial(_without_a_value, missing), targets)
@@ -90,15 +116,17 @@ def check_number(loss: Any, y_true: Any, y_pred: Any) -> None:
         try:
             both = keras.tree.map_structure(lambda x, y: np.concatenate([x, y]), first, second)
             with backends.current().outside_programs():
-                whole, *halves, again = (float(_values(loss, given)) for given in (both, first, second, first))
+                whole, *halves, again = (float(_values(function, dtype, y)) for y in (both, first, second, first))
         except Exception:  # noqa: BLE001  as above
-            return
+            return Answer()
         if again != halves[0]:
-            return  # random, or not a number
-        if np.isfinite(halves).all() and not adds_up(whole, halves, [loss.dtype]):
-            what = f"The loss `{loss.name}`"
-            raise ValueError(REFUSED.format(what=what, whole=whole, halves=halves, of="made-up samples"))
-    _known.add(loss)
+            return Answer()  # random, or not a number
+        if not np.isfinite(halves).all() or whole == sum(halves) == 0:
+            continue
+        if not adds_up(whole, halves, [dtype]):
+            return Answer(is_neither=True, whole=whole, halves=halves)
+        sums.append(abs(whole - sum(halves)) < abs(whole - sum(halves) / 2))
+    return Answer(is_sum=bool(sums) and all(sums))
 
 
 def adds_up(whole: float, halves: Sequence[float], dtypes: Iterable[Any]) -> bool:
@@ -109,7 +137,7 @@ def adds_up(whole: float, halves: Sequence[float], dtypes: Iterable[Any]) -> boo
         halves: those of its two halves, of as many samples.
         dtypes: what they were computed in.
     """
-    limit = own_steps.tolerance_of(dtypes) * max(abs(whole), *map(abs, halves))
+    limit = made_up.tolerance_of(dtypes) * max(abs(whole), *map(abs, halves))
     return any(abs(whole - total) <= limit for total in (sum(halves) / 2, sum(halves)))
 
 
@@ -137,12 +165,12 @@ def _is_users(loss: Any) -> bool:
 def _made_up(given: tuple[Any, Any], seed: int) -> tuple[Any, ...]:
     """Return samples like `y_true` and `y_pred`, which are not alike."""
     return tuple(
-        keras.tree.map_structure(functools.partial(own_steps.made_up, seed=seed + number), y)
+        keras.tree.map_structure(functools.partial(made_up.samples, seed=seed + number), y)
         for number, y in enumerate(given)
     )
 
 
-def _values(loss: Any, samples: tuple[Any, ...]) -> np.ndarray:
-    tensors = keras.tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype), samples)
-    values: np.ndarray = backends.current().to_numpy(loss.call(*tensors))
+def _values(function: Callable[..., Any], dtype: str, samples: tuple[Any, ...]) -> np.ndarray:
+    tensors = keras.tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=dtype), samples)
+    values: np.ndarray = backends.current().to_numpy(function(*tensors))
     return values.astype(np.float64)
