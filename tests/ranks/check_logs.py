@@ -9,6 +9,7 @@ from random_steps import OwnStep, size_of_outputs
 from regression import X, Y, compare, dense
 
 import keras_hpc
+from keras_hpc.keras_hooks import batch_logs
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 SOAK = {"tensorflow": (3,), "jax": (3,), "torch": (3,)}
@@ -87,6 +88,36 @@ class Counting(OwnStep):
 
 def test_numbers_that_a_step_gives_to_a_sum_or_a_mean():
     trained(41, Counting)
+
+
+class FromLogs(keras.callbacks.Callback):
+    """Lets the learning rate of the next step depend on the loss so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append([logs["loss"], logs["sums"], float(self.model.optimizer.learning_rate)])
+        self.model.optimizer.learning_rate = 0.01 * logs["loss"]
+
+
+def test_a_callback_that_looks_at_logs_after_a_batch_sees_those_of_all_ranks():
+    ours = FromLogs()
+    trained(41, Counting, callbacks=[ours])
+    steps = len(ours.seen) // (2 if job().rank == 0 else 1)  # rank 0 has trained alone first
+    for first, second in zip(keras_hpc.broadcast_object(ours.seen[:steps]), ours.seen[-steps:], strict=True):
+        assert second == pytest.approx(first, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("hook", "looks"),
+    [(lambda batch, logs: logs["loss"], True), (lambda batch, logs: batch, False), (lambda *given: None, True)],
+)
+@enough_on("torch")
+def test_who_looks_at_logs(hook, looks):
+    assert batch_logs.anyone_looks([keras.callbacks.LambdaCallback(on_train_batch_end=hook)]) == looks
+    assert not batch_logs.anyone_looks([keras.callbacks.TerminateOnNaN(), keras.callbacks.Callback()])
 
 
 class Share(keras.layers.Layer):
