@@ -89,11 +89,11 @@ def allreduce(x: Any, op: str = "mean", team: int = 0, out: np.ndarray | None = 
     {'all': True, 'any': [True]}
     """
     members = team_number(team)
-    if op == "mean":
-        from keras_hpc.keras_hooks import running  # with Keras, which init() has imported
+    from keras_hpc.keras_hooks import running  # with Keras, which init() has imported
 
-        if (trial := running.trial()) is not None:
-            trial.takes_means = True
+    if (trial := running.trial()) is not None:
+        trial.communicates = True
+        trial.takes_means |= op == "mean"
     return _plain(_allreduce)(members, x, op, out)
 
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from keras_hpc.job import current, meter, resources
 from keras_hpc.keras_hooks import (
+    batch_logs,
     building,
     keras_private,
     local_steps,
@@ -325,6 +326,7 @@ def _begin_together(call: running.Call, callbacks: Any) -> None:
             epoch,
             not replicas.was_synchronized(model),
             replicas.has_waiting_gradients(model),
+            batch_logs.anyone_looks(callbacks.callbacks),
         ],
         np.int64,
     )
@@ -333,7 +335,7 @@ def _begin_together(call: running.Call, callbacks: Any) -> None:
     end_period(model)  # a loop of the user's own may have left it apart, and somebody may have loaded weights since
     if message[4]:
         replicas.average_waiting_gradients(model)
-    call.agree_each_batch = bool(message[1])
+    call.agree_each_batch, call.merges_logs = bool(message[1]), bool(message[5])
     model._initial_epoch = None if message[2] < 0 else int(message[2])
     left = call.epochs - max(model._initial_epoch or 0, call.initial_epoch)
     settling.plan_schedule(model, None if steps is None else steps * max(left, 0))
@@ -359,8 +361,8 @@ def _on_train_batch_begin(original: Method) -> Method:
 def _on_train_batch_end(original: Method) -> Method:
     @functools.wraps(original)
     def on_train_batch_end(self: Any, batch: int, logs: Any = None) -> None:
-        original(self, batch, logs)
         call = _fit_of(self)
+        original(self, batch, logs if call is None else batch_logs.of_all_ranks(call, logs))
         if call is None:
             return
         if call.active and call.agree_each_batch and stopping.is_time_to_agree(call, batch):

@@ -11,10 +11,6 @@ A function that returns one number for a whole batch does not say whether that i
 `init(batch="global")` it is asked: of the same samples twice a mean stays and a sum doubles; anything else is no loss
 that several ranks could add up, and refused. What `add_loss` got is asked in the same way, once, before training, and
 one that returns a loss for each sample in pair_losses.py.
-
-The loss of each of several outputs is logged as a mean over samples, or, where TensorFlow does not know the batch size
-when it traces, over steps; then each rank adds its part n_r / sum(n_r) of a step. So it does of any single number that
-a step gives to a `keras.metrics.Mean`, as the loss of a `train_step` of the user's own: one rank has a mean over steps.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.keras_hooks import float8, keras_private, pair_losses, part_losses, running, variables
+from keras_hpc.keras_hooks import float8, keras_private, normalization, pair_losses, part_losses, running, variables
 
 _TOLERANCE = 0.02  # of a ratio that is 1 or 2 but for rounding
 _NOISY = 0.3  # where layers draw random numbers
@@ -38,7 +34,7 @@ _ASKED_ROWS = 8
 
 
 def install(job: Any, patcher: Any) -> None:
-    """Hooks the one function in which Keras reduces losses, and the metric that logs the loss of an output."""
+    """Hooks the one function in which Keras reduces losses."""
 
     def weigh(original: Any) -> Any:
         @functools.wraps(original)
@@ -51,7 +47,7 @@ def install(job: Any, patcher: Any) -> None:
         ) -> Any:
             loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
             step, share = running.step(), part_losses.share_of_loss(values, reduction)
-            if not _exchanges(step):
+            if not exchanges(step):
                 if share is None:
                     return loss
                 if _divisor(loss.dtype, sample_weight, mask, reduction) is not None:
@@ -61,7 +57,10 @@ def install(job: Any, patcher: Any) -> None:
                     )
                 return loss * share
             if len(getattr(values, "shape", ())) == 0:  # a function may return a plain number
-                return loss if _asked.loss is None else _scaled_if_sum(step, loss, *_asked.loss)
+                if _asked.loss is None:
+                    return loss
+                pair_losses.check_number(*_asked.loss)
+                return _scaled_if_sum(step, loss, *_asked.loss)
             if _asked.loss is not None:
                 pair_losses.check(*_asked.loss)
             divisor = _divisor(loss.dtype, sample_weight, mask, reduction)
@@ -73,21 +72,6 @@ def install(job: Any, patcher: Any) -> None:
             return loss * keras.ops.cast(_share(step, divisor), loss.dtype) * repeats
 
         return reduce_weighted_values
-
-    def divide_step(original: Any) -> Any:
-        @functools.wraps(original)
-        def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-            step = running.step()
-            # Of one rank TensorFlow may know the batch size when it traces, of another not: all batches of the one are
-            # equal, by chance. They must do the same; where all global batches are equal, it comes to the same.
-            wanted = sample_weight is None or _is_tracing_tensorflow()
-            if wanted and _exchanges(step) and any(metric is self for metric in _output_losses(step)):
-                sample_weight = part_of(step)
-            elif sample_weight is None and _is_number(values) and weighs_numbers(step):
-                sample_weight = part_of(step)
-            return original(self, values, sample_weight=sample_weight)
-
-        return update_state
 
     def remember(original: Any) -> Any:
         @functools.wraps(original)
@@ -105,7 +89,7 @@ def install(job: Any, patcher: Any) -> None:
         def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
             total = original(self, loss)
             step = running.step()
-            if not _exchanges(step):
+            if not exchanges(step):
                 return total
             number = step.next_use("additional losses")
             sums = current.job().known.model(self).added_sums
@@ -125,7 +109,6 @@ def install(job: Any, patcher: Any) -> None:
 
         patcher.patch(tf.GradientTape, "gradient", _scaling_vectors)
     patcher.patch(keras_private.module(keras_private.LOSSES), "reduce_weighted_values", weigh)
-    patcher.patch(keras.metrics.Mean, "update_state", divide_step)
 
 
 def _taking_part(original: Any) -> Any:
@@ -145,18 +128,10 @@ def _taking_part(original: Any) -> Any:
     return scale_loss
 
 
-def _is_tracing_tensorflow() -> bool:
-    if keras.backend.backend() != "tensorflow":
-        return False
-    import tensorflow as tf
-
-    return not tf.executing_eagerly()
-
-
 def weighs_numbers(step: running.Step | None) -> TypeGuard[running.Step]:
     """Return whether numbers that a step gives to a metric count by this rank's part of its samples."""
     # An exchange would be waited for, what pipelined steps never do.
-    return _exchanges(step) and (step.twin or current.team_of(step.model).schedule.kind == "synchronous")
+    return exchanges(step) and (step.twin or current.team_of(step.model).schedule.kind == "synchronous")
 
 
 def meet(step: running.Step) -> None:
@@ -167,11 +142,6 @@ def meet(step: running.Step) -> None:
     """
     if weighs_numbers(step):
         part_of(step)
-
-
-def _is_number(values: Any) -> bool:
-    shape = getattr(values, "shape", ())
-    return getattr(shape, "rank", 0) is not None and len(shape) == 0
 
 
 class _Asked(threading.local):
@@ -224,25 +194,40 @@ def find_sums(model: Any, adapter: Any) -> None:
             "loss for each sample"
         )
         return
-    found = []
-    options = {"training": True} if "training" in inspect.signature(model.call).parameters else {}
-    for x in (rows, keras.tree.map_structure(lambda a: np.concatenate([a, a]), rows)):
-        values = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
-        with current.local():
-            *_, losses = model.stateless_call(*values, x, return_losses=True, **options)
-        found.append(losses)
-    for number, (once, twice) in enumerate(zip(*found, strict=True)):
-        if len(once.shape) > 0:
+    half = len(keras.tree.flatten(rows)[0]) // 2
+    noisy = bool(variables.seed_generators(model))
+    # Batches that are normalized have other values in halves, whatever the loss.
+    halved = half and not noisy and not any(map(normalization.is_normalization, model._flatten_layers()))
+    parts = [slice(2 * half), slice(half), slice(half, 2 * half)] if halved else []
+    batches = [rows, keras.tree.map_structure(lambda a: np.concatenate([a, a]), rows)]
+    batches += [keras.tree.map_structure(lambda a: a[part], rows) for part in parts]  # noqa: B023
+    dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
+    what = f"What a layer of model `{model.name}` gives to add_loss()"
+    for number, losses in enumerate(zip(*(_added(model, x) for x in batches), strict=True)):
+        if len(losses[0].shape) > 0:
             continue
-        first, second = (float(backends.current().to_numpy(loss)) for loss in (once, twice))
-        if first == 0:
+        once, twice, *others = (float(backends.current().to_numpy(loss)) for loss in losses)
+        if once == 0:
             continue
-        ratio = second / first
-        tolerance = _NOISY if variables.seed_generators(model) else _TOLERANCE
+        ratio = twice / once
+        tolerance = _NOISY if noisy else _TOLERANCE
         if abs(ratio - 1) > tolerance and abs(ratio - 2) > tolerance:
-            _check_ratio(f"What a layer of model `{model.name}` gives to add_loss()", ratio)
+            _check_ratio(what, ratio)
+        if others and np.isfinite(others).all():
+            whole, *halves = others
+            if not pair_losses.adds_up(whole, halves, dtypes):
+                raise ValueError(pair_losses.REFUSED.format(what=what, whole=whole, halves=halves, of="samples"))
         if ratio > 1.5:
             state.added_sums.add(number)
+
+
+def _added(model: Any, x: Any) -> list[Any]:
+    """Return what the layers of a model give to `add_loss` for a batch in training."""
+    options = {"training": True} if "training" in inspect.signature(model.call).parameters else {}
+    values = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
+    with current.local():
+        *_, losses = model.stateless_call(*values, x, return_losses=True, **options)
+    return list(losses)
 
 
 def _scaling_vectors(original: Any) -> Any:
@@ -253,7 +238,7 @@ def _scaling_vectors(original: Any) -> Any:
         found = original(self, target, sources, *args, **kwargs)
         step = running.step()
         axes = getattr(getattr(target, "shape", None), "rank", 0)
-        if not axes or not _exchanges(step) or not all(map(_is_variable, keras.tree.flatten(sources))):
+        if not axes or not exchanges(step) or not all(map(_is_variable, keras.tree.flatten(sources))):
             return found
         share = _share(step, 1.0)
         return keras.tree.map_structure(lambda g: None if g is None else g * keras.ops.cast(share, g.dtype), found)
@@ -287,15 +272,11 @@ def check_exact(model: Any) -> None:
         current.notice(f"results depend on the number of ranks: {text}")
 
 
-def _exchanges(step: running.Step | None) -> TypeGuard[running.Step]:
+def exchanges(step: running.Step | None) -> TypeGuard[running.Step]:
+    """Return whether ranks may exchange numbers in a step."""
     if step is None or not step.in_lockstep or step.count is None:
         return False
     return step.twin or current.active()
-
-
-def _output_losses(step: running.Step) -> list[Any]:
-    loss = getattr(step.model, "_compile_loss", None)
-    return [] if loss is None else list(loss.metrics)
 
 
 def part_of(step: running.Step) -> Any:
@@ -339,6 +320,8 @@ def _share(step: running.Step, divisor: Any) -> Any:
     if step.offset is not None:
         return _share_of_part(step, count, divisor)
     divided = isinstance(divisor, float)  # then the sums stay sums
+    if not divided:
+        step.next_use("divisors")
     has_samples = count > 0
     mine = keras.ops.cast(keras.ops.where(has_samples, divisor, 0.0), "float32")  # last: a floatx of 64 bits wins
     (total,) = _sum(step, keras.ops.stack([count, mine]))

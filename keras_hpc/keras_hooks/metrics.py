@@ -277,5 +277,11 @@ def _number(value: Any) -> Any:
     return keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value
 
 
+def copied(value: Any) -> Any:
+    """Return a value of logs as a number, or an array, that does not change any more."""
+    array = np.array(_number(value))
+    return array.item() if array.ndim == 0 else array
+
+
 def _same(value: float, metric: Any) -> bool:
     return bool(np.isclose(value, float(metric), rtol=1e-6, atol=0, equal_nan=True))

@@ -38,6 +38,11 @@ def install(job: Any, patcher: Any) -> None:
     patcher.patch(keras.layers.BatchNormalization, "_moments", _together)
 
 
+def is_normalization(layer: Any) -> bool:
+    """Return whether a layer normalizes over batches."""
+    return isinstance(layer, keras.layers.BatchNormalization)
+
+
 def is_synchronized(layer: Any) -> bool:
     """Return whether a layer normalizes over the batches of all ranks."""
     return isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized

@@ -4,8 +4,10 @@
 With `init(batch="global")` they must, but a `train_step` or `compute_loss` of the user's own does not say whether its
 loss is a mean or a sum over samples. So the step is tried before training, without updating anything: on made-up
 samples, as one of two ranks that both have them, and on the same samples twice, as one rank that has all of them. Its
-gradients must be the same. And if gradients were very large where they are computed, the optimizer must get as large
-ones: a step that clips them clips those of each rank, where one rank clips their mean (see clipping.py).
+gradients must be the same. Of a ratio of sums or the root of a mean they are, too. So the step is also tried on other
+samples and on both: the gradients of both must be the mean of those of each. And if gradients were very large where
+they are computed, the optimizer must get as large ones: a step that clips them clips those of each rank, where one rank
+clips their mean (see clipping.py).
 """
 
 from __future__ import annotations
@@ -20,17 +22,26 @@ import numpy as np
 
 from keras_hpc import backends
 from keras_hpc.job import current, log
-from keras_hpc.keras_hooks import clipping, keras_private, running, seeds, variables
+from keras_hpc.keras_hooks import (
+    clipping,
+    keras_private,
+    made_up,
+    metric_numbers,
+    normalization,
+    running,
+    seeds,
+    variables,
+)
 
-_ROWS = 4
-_UNKNOWN_LENGTH = 8  # of axes whose length is not known
-_TOLERANCE = 0.02  # of a ratio that is 1 but for rounding
 # Where a step draws random numbers, a mean over twice the samples is up to sqrt(2) times smaller, and so is a sum.
 _NOISY_SUM = 1.2, 3.0
 _DRAWS, _MOST_DRAWS = 16, 512
 _SURE = 4  # standard errors between a ratio and the limits above, so that chance gives no verdict
 _LARGE = 2.0**16  # times the gradients of made-up samples, any limit is exceeded
-_FINE, _UNKNOWN, _NEITHER, _SUM = range(4)
+_FINE, _UNKNOWN, _NEITHER, _TOGETHER, _SUM = range(5)
+_PROJECTIONS = 3  # of gradients, in which those of two steps are compared
+_SMALLER = 0.5  # of what they were are numbers of the other samples
+_OTHERS = 2  # the seed of the other samples
 
 
 def is_keras_own(model: Any) -> bool:
@@ -78,10 +89,13 @@ def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     else:
         batch = next(batches)
         batches = itertools.chain([batch], batches)
-    everyone = np.array(_verdict(model, rest, batch), np.float64)
+    told = metric_numbers.of_model(model)
+    *verdict, kinds = _verdict(model, rest, batch)
+    everyone = np.array([*verdict, *(kinds or [metric_numbers.UNKNOWN] * len(told))], np.float64)
     team = current.team_of(model)
     team.allreduce(everyone, op="max")
     _report(model, int(everyone[0]), everyone[1])
+    metric_numbers.tell(told, everyone[3:].astype(int).tolist())
     if everyone[2] and team.rank == 0:
         log.warning(
             f"`{type(model).__name__}.train_step()` limits gradients before the optimizer gets them: each rank its "
@@ -97,38 +111,46 @@ def _report(model: Any, verdict: int, ratio: float) -> None:
         current.notice(f"{what}: its gradients are averaged over ranks, which is right if its loss is a mean")
     elif verdict != _FINE:
         kind = "a sum" if verdict == _SUM else "neither a mean nor a sum"
+        found = f"that are {ratio:.3g} times as large for twice as many samples on one rank as on two"
+        if verdict == _TOGETHER:
+            found = (
+                "of a batch that are not the mean of those of its halves, as of a ratio of sums or the root of a mean"
+            )
         raise ValueError(
             f"The gradients of {what} are {kind} over samples, and ranks take their mean. With "
             'init(batch="global"), compute the loss with a keras.losses.Loss or divide it by the number of samples, as '
-            'keras.ops.mean does; or use batch="local". Received: gradients that are '
-            f"{ratio:.3g} times as large for twice as many samples on one rank as on two"
+            f'keras.ops.mean does; or use batch="local". Received: gradients {found}'
         )
 
 
-def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool]:
-    """Return what the step does, the ratio that says so, and whether it limits gradients."""
+def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool, list[int]]:
+    """Return what the step does, the ratio that says so, whether it limits gradients, and what its metrics get."""
     if not all(layer.built for layer in model._flatten_layers()):
-        return _UNKNOWN, 0.0, False
+        return _UNKNOWN, 0.0, False, []
     try:
-        samples = keras.tree.map_structure(made_up, batch)
-        twice = keras.tree.map_structure(lambda x: np.concatenate([x, x]) if np.ndim(x) else x, samples)
+        samples = keras.tree.map_structure(made_up.samples, batch)
         with seeds.kept(), _restored(model):
-            trials = _norms(model, rest, samples, _twin(model)), _norms(model, rest, twice, None)
+            twin = _twin(model)
+            trials = _Tries(model, rest, twin), _Tries(model, rest, None)
             first = _DRAWS if variables.seed_generators(model) else 2
-            one_of_two, alone = (_take(trial, first) for trial in trials)
+            given = samples, _joined(samples, samples)
+            one_of_two, alone = (trial.norms(data, first) for trial, data in zip(trials, given, strict=True))
             noisy = bool((one_of_two != one_of_two[0]).any())  # also where no layer draws the random numbers
             while noisy and len(alone) < _MOST_DRAWS and (len(alone) < _DRAWS or not _sure(one_of_two, alone)):
                 one_of_two, alone = (
-                    np.concatenate([had, _take(trial, _DRAWS)])
-                    for had, trial in zip((one_of_two, alone), trials, strict=True)
+                    np.concatenate([had, trial.norms(data, _DRAWS)])
+                    for had, trial, data in zip((one_of_two, alone), trials, given, strict=True)
                 )
+            moved = trials[0].moved, trials[1].moved
+            kinds = [metric_numbers.kind_of(metric, *moved) for metric in metric_numbers.of_model(model)]
+            together = not noisy and not _adds_up(model, *trials, samples, batch)
             large = alone
             if not is_keras_own(model):
-                large = _take(_norms(model, rest, twice, None, _LARGE), len(alone)) / _LARGE
+                large = _Tries(model, rest, None, _LARGE).norms(given[1], len(alone)) / _LARGE
     except Exception:  # noqa: BLE001  a step may refuse made-up samples; what is wrong with it, it raises again
-        return _UNKNOWN, 0.0, False
+        return _UNKNOWN, 0.0, False, []
     limits = large.shape == alone.shape and bool((np.mean(large**2, axis=0) < 0.25 * np.mean(alone**2, axis=0)).any())
-    found = _FINE, 1.0
+    found = (_TOGETHER if together else _FINE), 1.0
     for ours, theirs in zip(*(np.sqrt(np.mean(norms**2, axis=0)) for norms in (one_of_two, alone)), strict=True):
         if not ours > 0 or not np.isfinite([ours, theirs]).all():
             continue
@@ -137,9 +159,9 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool]
             low, high = _NOISY_SUM
             verdict = _FINE if ratio < low else _SUM if ratio < high else _UNKNOWN
         else:
-            verdict = next((v for v, r in ((_FINE, 1), (_SUM, 2)) if abs(ratio - r) < _TOLERANCE), _NEITHER)
+            verdict = next((v for v, r in ((_FINE, 1), (_SUM, 2)) if abs(ratio - r) < made_up.TOLERANCE), _NEITHER)
         found = max(found, (verdict, ratio))
-    return (*found, limits)
+    return (*found, limits, kinds)
 
 
 def _sure(one_of_two: np.ndarray, alone: np.ndarray) -> bool:
@@ -152,22 +174,7 @@ def _sure(one_of_two: np.ndarray, alone: np.ndarray) -> bool:
 
 
 def _twin(model: Any) -> running.Step:
-    return running.Step(model, "trial", in_lockstep=True, count=_ROWS, twin=True)
-
-
-def made_up(leaf: Any, seed: int = 0) -> Any:
-    """Return samples like those of a batch, or of the specification of one: arrays, or None."""
-    if leaf is None or type(leaf).__name__ == "OptionalSpec":
-        return None
-    dtype = np.dtype(keras.backend.standardize_dtype(leaf.dtype).replace("bfloat16", "float32"))
-    shape = [_UNKNOWN_LENGTH if length is None else length for length in leaf.shape]
-    if not shape:
-        return np.ones((), dtype)
-    shape[0] = _ROWS
-    if dtype.kind == "f":
-        return np.random.default_rng(seed).uniform(0.1, 0.9, shape).astype(dtype)
-    numbers = np.arange(_ROWS).reshape(-1, *[1] * (len(shape) - 1)) % 2  # classes, tokens and masks may be 0 and 1
-    return np.broadcast_to(numbers, shape).astype(dtype)
+    return running.Step(model, "trial", in_lockstep=True, count=made_up.ROWS, twin=True)
 
 
 @contextlib.contextmanager
@@ -186,67 +193,139 @@ def _restored(model: Any) -> Iterator[None]:
         vars(model).update(numbers)  # a step may count
 
 
-def _take(trial: Iterator[list[float]], draws: int) -> np.ndarray:
-    return np.array(list(itertools.islice(trial, draws)))
+def _adds_up(model: Any, rank: _Tries, alone: _Tries, samples: Any, batch: Any) -> bool:
+    """Return whether the gradients of two parts of a batch have those of the batch as their mean."""
+    if alone.communicates or any(map(normalization.is_normalization, model._flatten_layers())):
+        return True  # nobody can know here: the step may ask all ranks, or normalize their parts
+    # The twin divides by as large a sum of weights or of a mask as this rank.
+    alike = rank.step is not None and rank.step.uses["divisors"] > 0
+
+    def other(mine: Any, leaf: Any) -> Any:
+        numbers = mine if alike and mine.dtype.kind != "f" else made_up.samples(leaf, _OTHERS)
+        return numbers * numbers.dtype.type(_SMALLER) if numbers.dtype.kind == "f" else numbers
+
+    others = keras.tree.map_structure(lambda x, leaf: None if x is None else other(x, leaf), samples, batch)
+    if isinstance(others, (list, tuple)) and len(others) == 3:
+        others = (*others[:2], samples[2])  # weights of samples
+    halves = [rank.projections(part) for part in (samples, others)]
+    whole = alone.projections(_joined(samples, others))
+    limits = made_up.tolerance_of(layer.compute_dtype for layer in model._flatten_layers()) * np.abs(
+        [*halves, whole]
+    ).max(axis=(0, 2), initial=0)
+    return not (np.abs(sum(halves) / 2 - whole).max(axis=1, initial=0) > limits).any()
 
 
-def _norms(
-    model: Any, rest: list[Any], samples: Any, step: running.Step | None, factor: float = 1.0
-) -> Iterator[list[float]]:
-    """Yield, for each draw, the norms of the gradients that each `apply` of a step would get on these samples."""
+def _joined(samples: Any, others: Any) -> Any:
+    return keras.tree.map_structure(lambda x, y: np.concatenate([x, y]) if np.ndim(x) else x, samples, others)
 
-    def run(*arguments: Any) -> tuple[list[Any], list[Any]]:
-        variables = model.trainable_variables if len(arguments) == 1 else arguments[0][0]
+
+class _Tries:
+    """Tries a step on samples, as often as wanted, and looks at the gradients that each `apply` would get.
+
+    Args:
+        model: whose step it is.
+        rest: on JAX the state, in a list.
+        step: the step of a rank that it is; None: of one rank alone.
+        factor: what gradients are multiplied with.
+    """
+
+    def __init__(self, model: Any, rest: list[Any], step: running.Step | None, factor: float = 1.0) -> None:
+        self.model, self.rest, self.step, self.factor = model, rest, step, factor
+        self.communicates = False
+        self.moved: dict[int, Any] = {}  # by how much variables of metrics have moved so far, by their `id`
+        self.program: Callable[..., Any] = self._run
+        if keras.backend.backend() == "tensorflow" and not model.run_eagerly:
+            import tensorflow as tf
+
+            self.program = tf.function(self._run)
+        elif keras.backend.backend() == "jax":
+            import jax
+
+            self.program = jax.jit(self._run)
+
+    def norms(self, samples: Any, draws: int) -> np.ndarray:
+        """Return, for each draw, the norm of the gradients of each `apply`."""
+        return np.array([self._try(samples)[0] for _ in range(draws)])
+
+    def projections(self, samples: Any) -> np.ndarray:
+        """Return some projections of the gradients of each `apply`."""
+        return np.array(self._try(samples)[1]).reshape(-1, _PROJECTIONS)
+
+    def _try(self, samples: Any) -> tuple[list[float], list[list[float]]]:
+        data = keras.tree.map_structure(lambda x: None if x is None else keras.ops.convert_to_tensor(x), samples)
+        found, self.rest, moved = _from_the_same_state(self.model, self.program, self.rest, data)
+        for variable, difference in zip(self.model.metrics_variables, moved, strict=True):
+            self.moved[id(variable)] = self.moved.get(id(variable), 0) + difference
+        if keras.backend.backend() == "torch":
+            self.model.zero_grad()
+        norms, projections = keras.tree.map_structure(lambda x: float(backends.current().to_numpy(x)), found)
+        return norms, projections
+
+    def _run(self, *arguments: Any) -> tuple[Any, list[Any]]:
+        variables = self.model.trainable_variables if len(arguments) == 1 else arguments[0][0]
         with (
             current.local(),
-            running.running_step(step),
-            running.trying(factor) as trial,
+            running.running_step(self.step),
+            running.trying(self.factor) as trial,
             clipping.multiplied(variables),
         ):
-            results = model.train_step(*arguments)
+            results = self.model.train_step(*arguments)
         state = [results[1]] if keras.backend.backend() == "jax" else []  # with it the seeds of the next draw
-        if factor != 1.0 and trial.takes_means:  # it may limit them
-            return [], state
-        return [_norm(values) for values in trial.gradients], state
-
-    data = keras.tree.map_structure(lambda x: None if x is None else keras.ops.convert_to_tensor(x), samples)
-    program: Callable[..., Any] = run
-    if keras.backend.backend() == "tensorflow" and not model.run_eagerly:
-        import tensorflow as tf
-
-        program = tf.function(run)
-    elif keras.backend.backend() == "jax":
-        import jax
-
-        program = jax.jit(run)
-    while True:
-        norms, rest = _from_the_same_state(model, program, rest, data)
-        if keras.backend.backend() == "torch":
-            model.zero_grad()
-        yield [float(backends.current().to_numpy(norm)) for norm in norms]
+        self.communicates = trial.communicates
+        if self.factor != 1.0 and trial.takes_means:  # it may limit them
+            return ([], []), state
+        return (
+            [_norm(values) for values in trial.gradients],
+            [_projected(values) for values in trial.gradients],
+        ), state
 
 
-def _from_the_same_state(model: Any, program: Callable[..., Any], rest: list[Any], data: Any) -> tuple[Any, list[Any]]:
-    """Run a trial. The next one begins as this one did, but for the seeds: layers may compute with what they count."""
+def _from_the_same_state(
+    model: Any, program: Callable[..., Any], rest: list[Any], data: Any
+) -> tuple[Any, list[Any], list[np.ndarray]]:
+    """Run a trial. The next one begins as this one did, but for the seeds: layers may compute with what they count.
+
+    Returns:
+        What the trial has found, with what the next one begins, and by how much variables of metrics have moved.
+    """
     seeds_of = {id(generator.state) for generator in variables.seed_generators(model)}
+    backend = backends.current()
     if keras.backend.backend() == "jax":
         norms, ((trainable, others, optimizer, metrics),) = program(*rest, data)
         known = zip(model.non_trainable_variables, others, rest[0][1], strict=True)
         others = [new if id(variable) in seeds_of else old for variable, new, old in known]
-        return norms, [(trainable, others, optimizer, metrics)]
+        moved = [_difference(new, old) for new, old in zip(metrics, rest[0][3], strict=True)]
+        return norms, [(trainable, others, optimizer, rest[0][3])], moved
     held = [v for v in (*model.non_trainable_variables, *model.metrics_variables) if id(v) not in seeds_of]
-    backend = backends.current()
     values = [backend.to_numpy(variable) for variable in held]
     norms, rest = program(*rest, data)
+    before = {id(variable): value for variable, value in zip(held, values, strict=True)}
+    moved = [_difference(variable, before[id(variable)]) for variable in model.metrics_variables]
     for variable, value in zip(held, values, strict=True):
         backend.assign(variable, value)
-    return norms, rest
+    return norms, rest, moved
+
+
+def _difference(new: Any, old: Any) -> np.ndarray:
+    values = [np.array(backends.current().to_numpy(value), np.float64) for value in (new, old)]
+    return np.asarray(values[0] - values[1])
 
 
 def _norm(gradients: list[Any]) -> Any:
     values = [_dense(gradient) for gradient in gradients if gradient is not None]
     squares = [keras.ops.sum(keras.ops.square(keras.ops.cast(value, "float32"))) for value in values]
     return keras.ops.sqrt(sum(squares, start=keras.ops.zeros(())))
+
+
+def _projected(gradients: list[Any]) -> list[Any]:
+    """Return sums of gradients times numbers that look like chance and are the same in every step."""
+    sums = [keras.ops.zeros(()) for _ in range(_PROJECTIONS)]
+    for gradient in gradients:
+        if gradient is not None:
+            flat = keras.ops.reshape(keras.ops.cast(_dense(gradient), "float32"), (-1,))
+            places = keras.ops.cast(keras.ops.arange(1, keras.ops.size(flat) + 1), "float32")
+            sums = [total + keras.ops.sum(flat * keras.ops.sin(k * places)) for k, total in enumerate(sums, 1)]
+    return sums
 
 
 def _dense(gradient: Any) -> Any:

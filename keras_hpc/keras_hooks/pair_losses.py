@@ -1,25 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses losses that compare the samples of a batch with each other: a rank has only the pairs of its own part.
+"""Refuses losses that depend on all samples of a batch together: a rank has only its own part of them.
 
 A function that returns a loss for each sample does not say whether other samples have a part in it, as the negatives of
 a contrastive loss. With `init(batch="global")` it is asked, once: the losses of made-up samples are the same beside
 other samples if each depends on its own sample alone.
+
+A function that returns one number for a batch is asked whether it is the mean of what two halves of the batch give, or
+their sum. A ratio of sums (Dice, masks of one's own), the root of a mean and a correlation are neither.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
 from keras_hpc import backends
-from keras_hpc.keras_hooks import own_steps
+from keras_hpc.keras_hooks import made_up
 
 _TOLERANCE = 0.02  # of the largest loss
 _DRAWS = 3  # one that is cut off at 0 may be 0 for all samples of one
+_SMALLER = 0.2  # of what it was are predictions of the second half, so that the halves have losses of their own
+_MISSING = None, 0.0, -1.0  # what targets without a value are marked with, for a mask
+REFUSED = (
+    "{what} is neither a mean nor a sum over samples, but one number for a whole batch, as a ratio of sums, the root "
+    "of a mean or a product of means is, and each rank has a part of the batch. So ranks cannot compute what one rank "
+    'computes. With init(batch="global"), return a loss for each sample, of shape (batch,), as '
+    'keras.losses.Dice(axis=(1, 2, 3)) does; or use batch="local". Received: {whole:.4g} for {of}, of whose halves one '
+    "has {halves[0]:.4g} and the other one {halves[1]:.4g}"
+)
 
 _known: weakref.WeakSet[Any] = weakref.WeakSet()  # of which nobody needs to ask again
 
@@ -42,7 +55,7 @@ def check(loss: Any, y_true: Any, y_pred: Any) -> None:
         try:
             both = keras.tree.map_structure(lambda x, y: np.concatenate([x, y]), samples, others)
             with backends.current().outside_programs():
-                alone, again, beside = (_values(loss, given) for given in (samples, samples, both))
+                alone, again, beside = (_values(loss.call, loss.dtype, given) for given in (samples, samples, both))
         except Exception:  # noqa: BLE001  it may refuse made-up samples; what is wrong with it, it raises again
             return
         if beside.shape != (2 * len(alone), *alone.shape[1:]) or not (again == alone).all():
@@ -57,7 +70,93 @@ def check(loss: Any, y_true: Any, y_pred: Any) -> None:
     _known.add(loss)  # not one that was refused: it is refused again
 
 
+def check_number(loss: Any, y_true: Any, y_pred: Any) -> None:
+    """Ask a loss that returns one number for a batch, if it was not asked before. Without communication.
+
+    Args:
+        loss: a `keras.losses.Loss`.
+        y_true: what it gets in a step, of which only shapes and dtypes matter.
+        y_pred: likewise.
+
+    Raises:
+        ValueError: the number is neither the mean nor the sum of those of two halves.
+    """
+    if loss in _known:
+        return
+    answer = ask_number(loss.call, loss.dtype, y_true, y_pred)
+    if answer.is_neither:
+        what = f"The loss `{loss.name}`"
+        raise ValueError(REFUSED.format(what=what, whole=answer.whole, halves=answer.halves, of="made-up samples"))
+    _known.add(loss)
+
+
+class Answer(NamedTuple):
+    """What a function that returns one number for a batch says of made-up samples and of their halves."""
+
+    is_sum: bool = False
+    is_neither: bool = False
+    whole: float = 0.0
+    halves: Sequence[float] = ()
+
+
+def ask_number(function: Callable[..., Any], dtype: str, y_true: Any, y_pred: Any) -> Answer:
+    """Ask a function whether it returns a mean over samples, which it is if it does not answer. No communication.
+
+    Args:
+        function: of `y_true` and `y_pred`.
+        dtype: what both are converted to.
+        y_true: what it gets in a step, of which only shapes and dtypes matter.
+        y_pred: likewise.
+    """
+    sums = []
+    for draw, missing in enumerate(_MISSING):
+        first, (targets, predictions) = (_made_up((y_true, y_pred), 4 * draw + more) for more in (0, 2))
+        targets = keras.tree.map_structure(functools.partial(_without_a_value, missing), targets)
+        second = targets, keras.tree.map_structure(_smaller, predictions)
+        try:
+            both = keras.tree.map_structure(lambda x, y: np.concatenate([x, y]), first, second)
+            with backends.current().outside_programs():
+                whole, *halves, again = (float(_values(function, dtype, y)) for y in (both, first, second, first))
+        except Exception:  # noqa: BLE001  as above
+            return Answer()
+        if again != halves[0]:
+            return Answer()  # random, or not a number
+        if not np.isfinite(halves).all() or whole == sum(halves) == 0:
+            continue
+        if not adds_up(whole, halves, [dtype]):
+            return Answer(is_neither=True, whole=whole, halves=halves)
+        sums.append(abs(whole - sum(halves)) < abs(whole - sum(halves) / 2))
+    return Answer(is_sum=bool(sums) and all(sums))
+
+
+def adds_up(whole: float, halves: Sequence[float], dtypes: Iterable[Any]) -> bool:
+    """Return whether the loss of a batch is the mean of those of its halves, or their sum.
+
+    Args:
+        whole: the loss of the batch.
+        halves: those of its two halves, of as many samples.
+        dtypes: what they were computed in.
+    """
+    limit = made_up.tolerance_of(dtypes) * max(abs(whole), *map(abs, halves))
+    return any(abs(whole - total) <= limit for total in (sum(halves) / 2, sum(halves)))
+
+
+def _smaller(array: np.ndarray) -> np.ndarray:
+    return array * array.dtype.type(_SMALLER) if array.dtype.kind == "f" else array
+
+
+def _without_a_value(missing: float | None, array: np.ndarray) -> np.ndarray:
+    """Return targets of which the first sample is marked as having none."""
+    if missing is None or array.dtype.kind != "f" or not array.ndim:
+        return array
+    marked = array.copy()
+    marked[0] = missing
+    return marked
+
+
 def _is_users(loss: Any) -> bool:
+    if isinstance(loss, keras.losses.Circle):  # the one of Keras that compares
+        return True
     of_keras = type(loss).__module__.startswith("keras.")
     function = getattr(loss, "fn", None)
     return not of_keras or (function is not None and not str(function.__module__).startswith("keras."))
@@ -66,12 +165,12 @@ def _is_users(loss: Any) -> bool:
 def _made_up(given: tuple[Any, Any], seed: int) -> tuple[Any, ...]:
     """Return samples like `y_true` and `y_pred`, which are not alike."""
     return tuple(
-        keras.tree.map_structure(functools.partial(own_steps.made_up, seed=seed + number), y)
+        keras.tree.map_structure(functools.partial(made_up.samples, seed=seed + number), y)
         for number, y in enumerate(given)
     )
 
 
-def _values(loss: Any, samples: tuple[Any, ...]) -> np.ndarray:
-    tensors = keras.tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype), samples)
-    values: np.ndarray = backends.current().to_numpy(loss.call(*tensors))
+def _values(function: Callable[..., Any], dtype: str, samples: tuple[Any, ...]) -> np.ndarray:
+    tensors = keras.tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=dtype), samples)
+    values: np.ndarray = backends.current().to_numpy(function(*tensors))
     return values.astype(np.float64)

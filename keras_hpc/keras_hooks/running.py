@@ -67,6 +67,7 @@ class Call:
         own_data: whether each rank evaluates data of its own, alone.
         settles: whether weights must be equal at the end of an epoch, as a callback saves the model.
         agree_each_batch: whether a callback may stop training after any batch.
+        merges_logs: whether a callback looks at logs after a batch, which become those of all ranks.
         batches: of the epoch, after which ranks were at the last look.
         wants_to_stop: whether a callback of this rank has ended training where ranks did not ask each other.
         initial_epoch: number of the first epoch.
@@ -82,6 +83,7 @@ class Call:
     own_data: bool = False
     settles: bool = False
     agree_each_batch: bool = False
+    merges_logs: bool = False
     batches: int = 0
     wants_to_stop: bool = False
     initial_epoch: int = 0
@@ -98,11 +100,13 @@ class Trial:
         factor: what gradients are multiplied with where they are computed.
         gradients: what an optimizer would apply, a list for each call of one.
         takes_means: whether the step itself has asked for a mean over ranks.
+        communicates: whether it has asked ranks for any reduction.
     """
 
     factor: float = 1.0
     gradients: list[list[Any]] = dataclasses.field(default_factory=list)
     takes_means: bool = False
+    communicates: bool = False
 
 
 class _Running(threading.local):

@@ -3,11 +3,13 @@
 
 import keras
 import pytest
-from keras_cases import enough_on, on_one_rank
+from keras import ops
+from keras_cases import enough_on, job, on_one_rank
 from random_steps import OwnStep, size_of_outputs
 from regression import X, Y, compare, dense
 
 import keras_hpc
+from keras_hpc.keras_hooks import batch_logs
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 SOAK = {"tensorflow": (3,), "jax": (3,), "torch": (3,)}
@@ -37,15 +39,92 @@ def test_a_step_that_gives_its_loss_to_a_mean_and_logs_it_as_it_is(samples):
     trained(samples, OwnStep)
 
 
-def test_a_metric_that_is_one_number_for_a_batch():
-    trained(41, metrics=[size_of_outputs])
+def sum_of_outputs(y_true, y_pred):
+    return ops.sum(ops.abs(y_pred))
+
+
+def root_of_mean(y_true, y_pred):
+    return ops.sqrt(ops.mean(ops.square(y_true - y_pred)))
+
+
+@pytest.mark.parametrize("function", [size_of_outputs, sum_of_outputs])
+def test_a_metric_that_is_one_number_for_a_batch(function):
+    trained(41, metrics=[function])
+
+
+@enough_on("torch")
+def test_a_metric_that_is_neither_a_mean_nor_a_sum_is_named(caplog):
+    model = dense()
+    model.compile("sgd", "mse", metrics=[root_of_mean, size_of_outputs, sum_of_outputs, "mae"])
+    with caplog.at_level("WARNING", "keras_hpc"):
+        model.fit(X, Y, verbose=0)
+    named = [text for text in caplog.messages if "one number for a whole batch" in text]
+    assert len(named) == (job().rank == 0 and job().size > 1)
+    assert all("`root_of_mean`" in text for text in named)
+
+
+class TotalOfMeans(keras.metrics.Sum):
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(size_of_outputs(y_true, y_pred))
+
+
+class TotalOfSums(keras.metrics.Sum):
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(sum_of_outputs(y_true, y_pred))
+
+
+class MeanOfSums(keras.metrics.Mean):
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(sum_of_outputs(y_true, y_pred))
+
+
+class Counting(OwnStep):
+    """Gives single numbers of each kind to its metrics."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.measures = [TotalOfMeans("means"), TotalOfSums("sums"), MeanOfSums("mean_of_sums")]
+
+
+def test_numbers_that_a_step_gives_to_a_sum_or_a_mean():
+    trained(41, Counting)
+
+
+class FromLogs(keras.callbacks.Callback):
+    """Lets the learning rate of the next step depend on the loss so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append([logs["loss"], logs["sums"], float(self.model.optimizer.learning_rate)])
+        self.model.optimizer.learning_rate = 0.01 * logs["loss"]
+
+
+def test_a_callback_that_looks_at_logs_after_a_batch_sees_those_of_all_ranks():
+    ours = FromLogs()
+    trained(41, Counting, callbacks=[ours])
+    steps = len(ours.seen) // (2 if job().rank == 0 else 1)  # rank 0 has trained alone first
+    for first, second in zip(keras_hpc.broadcast_object(ours.seen[:steps]), ours.seen[-steps:], strict=True):
+        assert second == pytest.approx(first, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("hook", "looks"),
+    [(lambda batch, logs: logs["loss"], True), (lambda batch, logs: batch, False), (lambda *given: None, True)],
+)
+@enough_on("torch")
+def test_who_looks_at_logs(hook, looks):
+    assert batch_logs.anyone_looks([keras.callbacks.LambdaCallback(on_train_batch_end=hook)]) == looks
+    assert not batch_logs.anyone_looks([keras.callbacks.TerminateOnNaN(), keras.callbacks.Callback()])
 
 
 class Share(keras.layers.Layer):
     """Divides by a sum, which zeros do not have."""
 
     def call(self, x):
-        return x / keras.ops.sum(keras.ops.abs(x), axis=-1, keepdims=True)
+        return x / ops.sum(ops.abs(x), axis=-1, keepdims=True)
 
 
 def test_zeros_that_stand_for_no_samples_do_not_end_a_training():

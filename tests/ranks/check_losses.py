@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import keras
 import numpy as np
 import pytest
-from keras_cases import assert_close, enough, enough_on, job, values
+from keras_cases import assert_close, enough, enough_on, job, on_one_rank, values
 from regression import BATCH, X, Y, compare, dense
 
 import keras_hpc
@@ -263,6 +263,83 @@ def test_a_step_whose_gradients_ranks_may_not_average_is_refused(loss, layers, w
         model.fit(X, Y, batch_size=BATCH, verbose=0)
     if BACKEND != "jax":  # where Keras holds the state of a model that trains outside of it
         assert_close(values(model), before, 0)
+
+
+def rmse(y, p):
+    return ops.sqrt(ops.mean(ops.square(y - p)))
+
+
+def masked_by_hand(y, p):
+    known = ops.cast(y != 0, p.dtype)
+    return ops.sum(known * ops.square(y - p)) / ops.maximum(ops.sum(known), 1)
+
+
+def balance(x):
+    """Even use of experts: a product of means over the batch."""
+    odds = ops.softmax(x)
+    best = ops.one_hot(ops.argmax(odds, axis=-1), odds.shape[-1], dtype=odds.dtype)
+    return ops.sum(ops.mean(odds, axis=0) * ops.mean(best, axis=0))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [rmse, *enough([masked_by_hand, keras.losses.Dice(), keras.losses.Tversky(), keras.losses.Circle()], "torch")],
+)
+def test_a_number_of_a_whole_batch_is_refused(loss):
+    for _ in range(2):
+        model = dense()
+        model.compile("sgd", loss)
+        wrong = pytest.raises(ValueError, match=r"neither a mean nor a sum over samples|compares the samples")
+        with wrong if job().size > 1 else nullcontext():
+            y = (Y > 0).astype("int32" if isinstance(loss, keras.losses.Circle) else "float32")
+            model.fit(X, y, batch_size=BATCH, verbose=0)
+
+
+@enough_on("torch")
+def test_dice_of_each_sample_is_exact():
+    def make():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, activation="sigmoid")])
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.Dice(axis=(1,)))
+        return model
+
+    compare(make, y=(X > 0).astype("float32"))
+
+
+def test_a_product_of_means_that_a_layer_adds_is_refused():
+    model = dense(Adds(balance))
+    model.compile("sgd", "mse")
+    with (
+        pytest.raises(ValueError, match=r"add_loss\(\) is neither a mean nor a sum")
+        if job().size > 1
+        else nullcontext()
+    ):
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+
+
+@pytest.mark.parametrize("whose", ["step", *enough(["model"], "torch")])
+@pytest.mark.parametrize("loss", [rmse, *enough([masked_by_hand], "torch")])
+def test_a_step_of_a_whole_batch_is_refused(loss, whose):
+    model = OwnStep(loss) if whose == "step" else OwnLoss(loss)
+    model.compile(keras.optimizers.SGD(1e-3))
+    y = (Y > 0).astype("int32") if loss is masked_by_hand else Y
+    with pytest.raises(ValueError, match="not the mean of those of its halves") if job().size > 1 else nullcontext():
+        model.fit(X, y, batch_size=BATCH, verbose=0)
+
+
+@enough_on("torch")
+def test_a_step_that_asks_all_ranks_itself_is_exact():
+    def rmse_of_all(y, p):
+        total = keras_hpc.allreduce(ops.sum(ops.square(y - p)), op="sum")
+        return ops.sqrt(total / (len(y) * job().size))
+
+    def trained(loss):
+        keras.utils.set_random_seed(5)
+        model = OwnStep(loss)
+        model.compile(keras.optimizers.SGD(0.05))
+        model.fit(X[:48], Y[:48], batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+        return values(model)
+
+    assert_close(trained(rmse_of_all), on_one_rank(lambda: trained(rmse)), 3e-6)
 
 
 SEEDS = {"mean": 11, "sum": 7} if BACKEND == "torch" else {"mean": 51, "sum": 51}

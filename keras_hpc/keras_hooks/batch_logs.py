@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logs after a batch that a callback of the user's own looks at are those of all ranks, as at the end of an epoch.
+
+Each rank has its own, from its samples. What a callback makes of them, as a learning rate, would be something else on
+each rank, whose weights would then go apart. Where nobody looks at them, nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from keras_hpc.callbacks import RootOnly
+from keras_hpc.job import current
+from keras_hpc.keras_hooks import keras_private, metrics, running
+
+_HOOKS = "on_batch_end", "on_train_batch_end"
+
+
+def anyone_looks(callbacks: Sequence[Any]) -> bool:
+    """Return whether a callback of the user's own looks at logs after a batch, as far as one can see."""
+    if current.job().virtual is not None:
+        return False
+    return any(_looks(getattr(callback, "callback", callback)) for callback in callbacks)
+
+
+def _looks(callback: Any) -> bool:
+    ours = type(callback).__module__.startswith(("keras.", "keras_hpc."))
+    if isinstance(callback, RootOnly) or (ours and not isinstance(callback, keras.callbacks.LambdaCallback)):
+        return False
+    is_default = keras_private.get(keras_private.IS_DEFAULT)
+    methods = [getattr(callback, name) for name in _HOOKS]
+    return any(_reads_last_argument(method) for method in methods if not is_default(method))
+
+
+def _reads_last_argument(method: Any) -> bool:
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    if code is None or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS) or not code.co_argcount:
+        return True  # nobody can see
+    name = code.co_varnames[code.co_argcount - 1]
+    loaded = [step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD")]
+    return any(name == what or (isinstance(what, tuple) and name in what) for what in loaded)
+
+
+def of_all_ranks(call: running.Call, logs: Any) -> Any:
+    """Return the logs of all ranks after a batch, where somebody looks at them. Collective then.
+
+    Args:
+        call: the running `fit`.
+        logs: those of this rank. What its metrics have counted stays its own.
+    """
+    if not call.active or not call.merges_logs or current.team_of(call.model).schedule.local is not None:
+        return logs
+    model = call.model
+    if keras.backend.backend() == "jax":
+        model.jax_state_sync()
+    of_keras = inspect.unwrap(keras_private.get(keras_private.TRAINER)._get_metrics_result_or_logs)
+    # Not what is in the metrics' own memory, which gets this rank's numbers again.
+    merged = keras.tree.map_structure(metrics.copied, metrics.reduce_logs(model, logs, of_keras))
+    metrics.separate(model)
+    return merged

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Made-up samples, on which losses, metrics and steps of the user's own are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_hpc.job import current
+
+ROWS = 4
+TOLERANCE = 0.02  # of what is equal but for rounding
+_FINE_TOLERANCE = 1e-3  # likewise, on a CPU, in 32 or 64 bits
+_UNKNOWN_LENGTH = 8  # of axes whose length is not known
+
+
+def samples(leaf: Any, seed: int = 0) -> Any:
+    """Return samples like those of a batch, or of the specification of one: arrays, or None."""
+    if leaf is None or type(leaf).__name__ == "OptionalSpec":
+        return None
+    dtype = np.dtype(keras.backend.standardize_dtype(leaf.dtype).replace("bfloat16", "float32"))
+    shape = [_UNKNOWN_LENGTH if length is None else length for length in leaf.shape]
+    if not shape:
+        return np.ones((), dtype)
+    shape[0] = ROWS
+    if dtype.kind == "f":
+        return np.random.default_rng(seed).uniform(0.1, 0.9, shape).astype(dtype)
+    numbers = np.arange(1, ROWS + 1).reshape(-1, *[1] * (len(shape) - 1)) % (seed + 2) > 0  # may be a class or a mask
+    return np.broadcast_to(numbers, shape).astype(dtype)
+
+
+def tolerance_of(dtypes: Iterable[Any]) -> float:
+    """Return how far numbers that are equal, but for rounding, are apart, as a part of them.
+
+    Args:
+        dtypes: what they were computed in.
+    """
+    coarse = current.job().device is not None or any("16" in str(dtype) or "float8" in str(dtype) for dtype in dtypes)
+    return TOLERANCE if coarse else _FINE_TOLERANCE

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes metrics that get one number for a batch, instead of one for each sample, count it as one rank would.
+
+A `keras.metrics.Mean` of such numbers is a mean over steps. Where the number is a mean over samples, each rank adds its
+part n_r / sum(n_r) of a step; a sum over samples counts whole. A `keras.metrics.Sum` of them adds up sums over samples,
+and of means each rank adds its part.
+
+Which it is, nobody says. A function that is given as a metric is asked (pair_losses.py). With `init(batch="global")` a
+`train_step` of the user's own is tried (own_steps.py), and what its metrics have counted says it. Else numbers in a
+`Mean` are taken as means, and those in a `Sum` as sums.
+
+The loss of each of several outputs is logged as a mean over samples, or, where TensorFlow does not know the batch size
+when it traces, over steps; then each rank adds its part of a step, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_hpc.job import current, log
+from keras_hpc.keras_hooks import losses, pair_losses, running
+
+UNKNOWN, MEAN, SUM = range(3)  # what the numbers that a metric gets are
+
+_kinds: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of metrics
+
+
+class _Asked(threading.local):
+    metric: Any = None  # the function that is being computed as a metric, with its arguments
+
+
+_asked = _Asked()
+
+
+def install(job: Any, patcher: Any) -> None:
+    """Hooks the metrics of Keras that are given numbers."""
+
+    def divide_step(original: Any) -> Any:
+        @functools.wraps(original)
+        def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+            step = running.step()
+            # Of one rank TensorFlow may know the batch size when it traces, of another not: all batches of the one are
+            # equal, by chance. They must do the same; where all global batches are equal, it comes to the same.
+            wanted = sample_weight is None or _is_tracing_tensorflow()
+            if wanted and losses.exchanges(step) and any(metric is self for metric in _output_losses(step)):
+                sample_weight = losses.part_of(step)
+            elif sample_weight is None and _is_number(values) and losses.weighs_numbers(step):
+                sample_weight = losses.part_of(step)
+                if _kind(self) == SUM:
+                    values = keras.ops.divide_no_nan(keras.ops.cast(values, "float32"), sample_weight)
+            return original(self, values, sample_weight=sample_weight)
+
+        return update_state
+
+    def add_part(original: Any) -> Any:
+        @functools.wraps(original)
+        def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+            step = running.step()
+            if sample_weight is None and _is_number(values) and losses.weighs_numbers(step) and _kind(self) == MEAN:
+                values = keras.ops.cast(values, "float32") * losses.part_of(step)
+            return original(self, values, sample_weight=sample_weight)
+
+        return update_state
+
+    def remember(original: Any) -> Any:
+        @functools.wraps(original)
+        def update_state(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            before, _asked.metric = _asked.metric, (self, y_true, y_pred)
+            try:
+                return original(self, y_true, y_pred, sample_weight=sample_weight)
+            finally:
+                _asked.metric = before
+
+        return update_state
+
+    patcher.patch(keras.metrics.MeanMetricWrapper, "update_state", remember)
+    patcher.patch(keras.metrics.Mean, "update_state", divide_step)
+    patcher.patch(keras.metrics.Sum, "update_state", add_part)
+
+
+def _kind(metric: Any) -> int:
+    """Return what the numbers of a metric are, as far as it is known. A function is asked once."""
+    if running.trial() is not None:
+        return UNKNOWN
+    if metric not in _kinds and _asked.metric is not None and _asked.metric[0] is metric:
+        _kinds[metric] = _ask(*_asked.metric)
+    return _kinds.get(metric, UNKNOWN)
+
+
+def _ask(metric: Any, y_true: Any, y_pred: Any) -> int:
+    function = functools.partial(metric._fn, **metric._fn_kwargs)
+    answer = pair_losses.ask_number(function, metric.dtype, y_true, y_pred)
+    if answer.is_neither and current.job().batch == "global" and current.job().rank == 0:
+        log.warning(
+            f"The metric `{metric.name}` is one number for a whole batch, and neither a mean nor a sum over samples, "
+            "as a ratio of sums or the root of a mean. Each rank has a part of the batch, so its value is not that of "
+            "one rank. Let it return a number for each sample, of shape (batch,), or derive it from "
+            "keras.metrics.Metric and let it keep the sums"
+        )
+    return SUM if answer.is_sum else UNKNOWN
+
+
+def tell(metrics: Sequence[Any], kinds: Sequence[int]) -> None:
+    """Remember what the numbers of metrics are."""
+    for metric, kind in zip(metrics, kinds, strict=True):
+        _kinds[metric] = kind
+
+
+def of_model(model: Any) -> list[Any]:
+    """Return the metrics of a model to which its step may give numbers, in the same order on every rank."""
+    wrapped = keras.metrics.MeanMetricWrapper
+    kinds = keras.metrics.Mean, keras.metrics.Sum
+    return [metric for metric in model.metrics if isinstance(metric, kinds) and not isinstance(metric, wrapped)]
+
+
+def kind_of(metric: Any, ours: dict[int, Any], theirs: dict[int, Any]) -> int:
+    """Return what the numbers are that a metric got in a trial.
+
+    Args:
+        metric: one of `of_model`.
+        ours: by how much each of its variables, by `id`, has moved in a step on samples of one of two ranks.
+        theirs: the same in a step on the samples of both.
+    """
+    first, second = (_counted(metric, moved) for moved in (ours, theirs))
+    if not first or not np.isfinite([first, second]).all():
+        return UNKNOWN
+    ratio = second / first
+    return MEAN if abs(ratio - 1) < 0.2 else SUM if abs(ratio - 2) < 0.4 else UNKNOWN
+
+
+def _counted(metric: Any, moved: dict[int, Any]) -> float:
+    total = float(moved.get(id(metric.total), 0.0))
+    if isinstance(metric, keras.metrics.Sum):
+        return total
+    count = float(moved.get(id(metric.count), 0.0))
+    return total / count if count else 0.0
+
+
+def _is_tracing_tensorflow() -> bool:
+    if keras.backend.backend() != "tensorflow":
+        return False
+    import tensorflow as tf
+
+    return not tf.executing_eagerly()
+
+
+def _is_number(values: Any) -> bool:
+    shape = getattr(values, "shape", ())
+    return getattr(shape, "rank", 0) is not None and len(shape) == 0
+
+
+def _output_losses(step: running.Step) -> list[Any]:
+    loss = getattr(step.model, "_compile_loss", None)
+    return [] if loss is None else list(loss.metrics)
