@@ -91,21 +91,21 @@ ONE_STEP = """
 import numpy as np, keras, keras_hpc
 from examples.cosmogan import maps, train
 keras_hpc.init(teams=2)
-models = make, apart, both = train.compiled(1e-3, filters=4)
+models = make, judge, apart, both = train.compiled(1e-3, filters=4)
 values = lambda model: [keras.ops.convert_to_numpy(v) for v in model.trainable_variables]
 same = lambda one, other: [np.array_equal(a, b) for a, b in zip(one, other)]
 rng = np.random.default_rng(0)
 noise, ones = np.ones((4, 64), "float32"), np.ones((4, 1), "float32")
-before = values(apart), values(make)
-with train.frozen(apart):
-    assert not apart.trainable_variables and len(both.trainable_variables) == len(make.trainable_variables)
+before = values(judge), values(make)
+with train.frozen(judge):
+    assert not judge.trainable_variables and len(both.trainable_variables) == len(make.trainable_variables)
     both.train_on_batch([noise, train.turns(4, maps.SIZE, rng)], ones)
-assert all(same(before[0], values(apart))) and not any(same(before[1], values(make)))
-(norm,) = [layer for layer in apart.get_layer("discriminator").layers if "batch_norm" in layer.name][:1]
+assert all(same(before[0], values(judge))) and not any(same(before[1], values(make)))
+(norm,) = [layer for layer in judge.layers if "batch_norm" in layer.name][:1]
 assert not np.array_equal(norm.moving_mean, 0 * norm.moving_mean), "it has normalized over the batch"
-before = values(apart), values(make)
+before = values(judge), values(make)
 train.step(models, maps.squeezed(maps.simulate(4, rng)), rng)
-assert not any(same(before[0], values(apart))) and not any(same(before[1], values(make)))
+assert not any(same(before[0], values(judge))) and not any(same(before[1], values(make)))
 assert (int(apart.optimizer.iterations), int(both.optimizer.iterations)) == (1, 2)
 train.settle(models, rng)
 noise = np.random.default_rng(1).normal(size=(512, 64)).astype("float32")

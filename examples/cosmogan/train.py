@@ -96,27 +96,28 @@ def discriminator(size, filters, levels, **normalization):
 
 
 def compiled(rate, filters=16, levels=3):
-    """Returns the generator, and two compiled models, each with a team.
+    """Returns generator, discriminator, and two compiled models, each with a team.
 
-    The first, from real and generated maps to the logits of either, trains the discriminator; the second, from noise
-    and `turns` to the logits of generated maps, trains the generator.
+    The first trains the discriminator: from real maps, noise and `turns` to the logits of real and of generated maps.
+    The second trains the generator: from noise and `turns` to the logits of generated maps.
     """
     import keras
 
     import keras_hpc
 
     make, judge = (network(maps.SIZE, filters, levels, synchronized=True) for network in (generator, discriminator))
-    real, made = (keras.Input((maps.SIZE, maps.SIZE, 1), name=name) for name in ("real", "made"))
-    noise, places = keras.Input((LATENT,)), keras.Input((maps.SIZE**2,), dtype="int32")
-    apart = keras.Model([real, made], [judge(real), judge(made)], name="apart")
-    both = keras.Model([noise, places], judge(turned(make(noise), places)), name="both")
-    for team, model in enumerate((apart, both)):
-        average = {"use_ema": True, "ema_momentum": AVERAGED} if model is both else {}
+    real, noise = keras.Input((maps.SIZE, maps.SIZE, 1)), keras.Input((LATENT,))
+    places = keras.Input((maps.SIZE**2,), dtype="int32")
+    made = turned(make(noise), places)
+    apart = keras.Model([real, noise, places], [judge(real), judge(made)], name="apart")
+    both = keras.Model([noise, places], judge(made), name="both")
+    for team, (model, learns) in enumerate(((apart, judge), (both, make))):
+        average = {"use_ema": True, "ema_momentum": AVERAGED} if learns is make else {}
         loss = keras.losses.BinaryCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(rate, beta_1=0.5, **average), loss)
         keras_hpc.assign_team(model, team)
-    both.optimizer.build(make.trainable_variables)  # those that it trains: see `frozen`
-    return make, apart, both
+        model.optimizer.build(learns.trainable_variables)  # the others are `frozen`
+    return make, judge, apart, both
 
 
 @contextlib.contextmanager
@@ -124,7 +125,7 @@ def frozen(model):
     """Inside, the weights of a model stay as they are, but it goes on to normalize over batches.
 
     With `model.trainable = False` BatchNormalization would take its moving statistics, which tell the generator
-    something else than what the discriminator has learnt.
+    something else than what the discriminator has learnt. Keras looks at it when it traces a step.
     """
     weights = model.trainable_variables
     for variable in weights:
@@ -166,26 +167,24 @@ def step(models, real, rng):
     Returns:
         losses of this rank, of discriminator and generator.
     """
-    make, apart, both = models
-    noise = rng.normal(size=(len(real), LATENT)).astype("float32")
-    places = turns(len(real), maps.SIZE, rng)
-    made = turned(make(noise, training=True), places)
-    real = turned(real, turns(len(real), maps.SIZE, rng))
-    ones = np.ones((len(real), 1), "float32")
-    labels = np.array([REAL, 0]) if rng.random() >= FLIPPED else np.array([1 - REAL, 1])
-    apart.reset_metrics()
-    losses = [apart.train_on_batch([real, made], [label * ones for label in labels])[0]]
-    with frozen(apart):  # Keras looks at it when it traces a step
-        both.reset_metrics()
-        losses.append(both.train_on_batch([noise, places], ones))
-    return [float(loss) for loss in losses]
+    make, judge, apart, both = models
+    noise, ones = rng.normal(size=(len(real), LATENT)).astype("float32"), np.ones((len(real), 1), "float32")
+    places, others = turns(len(real), maps.SIZE, rng), turns(len(real), maps.SIZE, rng)
+    real = np.take_along_axis(real.reshape(len(real), -1), others, axis=1).reshape(real.shape)
+    labels = (REAL, 0.0) if rng.random() >= FLIPPED else (1 - REAL, 1.0)
+    for model in (apart, both):
+        model.reset_metrics()
+    with frozen(make):
+        loss, *_ = apart.train_on_batch([real, noise, places], [label * ones for label in labels])
+    with frozen(judge):
+        return float(loss), float(both.train_on_batch([noise, places], ones))
 
 
 def settle(models, rng):
     """Gives the generator its averaged weights, and BatchNormalization the statistics that they make. Collective."""
     import keras
 
-    make, _, both = models
+    make, *_, both = models
     both.optimizer.finalize_variable_values(make.trainable_variables)
     for layer in make.layers:
         if isinstance(layer, keras.layers.BatchNormalization):
@@ -235,7 +234,7 @@ def main(argv=None):
     for epoch in range(args.epochs):
         data.set_epoch(epoch)
         batches = keras_hpc.shard(data)  # dealt to the ranks
-        for model in models[1:]:  # the rate falls in the second half
+        for model in models[2:]:  # the rate falls in the second half
             model.optimizer.learning_rate = args.learning_rate * min(1, 2 * (1 - epoch / args.epochs))
         rng = np.random.default_rng([args.seed, rank, epoch])
         losses = np.mean([step(models, batches[number], rng) for number in range(len(batches))], axis=0)
