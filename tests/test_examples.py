@@ -29,7 +29,7 @@ def test_demo_learns_the_digits_and_draws_charts(options, accuracy, run_ranks, t
 
 @pytest.mark.soak
 def test_study_of_the_gan_compares_like_with_like(run_ranks, tmp_path):
-    small = ["--events", 400, "--seeds", 1, "--epochs", 2, "--cooldown-epochs", 0, "--steps", 2]
+    small = ["--events", 400, "--seeds", 1, "--epochs", 2, "--steps", 2]
     run_ranks(1, ["-m", "examples.gan3d.study", *small, "--out", tmp_path], timeout=300, mpi=False)
     kinds = ["1 rank, synchronous", "2 ranks, synchronous", "2 ranks, pipelined"]
     summary = list(csv.DictReader((tmp_path / "summary.csv").open()))
