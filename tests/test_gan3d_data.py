@@ -50,6 +50,16 @@ def test_file_says_what_it_holds(path):
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
+def test_file_of_photons_says_so(tmp_path):
+    photons = write(tmp_path / "photons.h5", "--particle", "photon", events=20)
+    with h5py.File(photons) as file:
+        assert set(file["target"][:, 0]) == {22}
+        assert file.attrs["particle"] == "photon"
+        assert "photon, normal to the layers" in file.attrs["parameters"]
+    with pytest.raises(ValueError, match=r"other parameters.*'particle': 'electron'.*Received: .*'particle': 'photon'"):
+        write(photons, events=20)
+
+
 @pytest.mark.mpi
 def test_two_ranks_write_the_same_file_and_profiles(run_ranks, path, tmp_path):
     command = ["-m", "examples.gan3d.showers", "--size", 13, "--block", 50]
@@ -82,11 +92,11 @@ def test_an_interrupted_run_makes_only_what_is_missing(path, tmp_path, monkeypat
     out, made = tmp_path / "resumed.h5", []
     generate = gflash.generate
 
-    def interrupted(rng, energies, size):
+    def interrupted(rng, energies, *how):
         if len(made) == 3:
             raise KeyboardInterrupt
         made.append(len(energies))
-        return generate(rng, energies, size)
+        return generate(rng, energies, *how)
 
     monkeypatch.setattr(gflash, "generate", interrupted)
     with pytest.raises(KeyboardInterrupt):

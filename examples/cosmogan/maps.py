@@ -10,7 +10,6 @@ import numpy as np
 SIZE = 32  # pixels along each side; maps are periodic
 SHIFT = 0.02  # convergence is above -SHIFT
 VARIANCE, BEND, SLOPE = 0.5, 2.0, 3.0  # of g: in all, cycles a map where its spectrum bends, and how it falls then
-HALF = 4.0  # density that becomes 0 in what the networks see
 
 
 def spectrum(size=SIZE):
@@ -28,15 +27,13 @@ def simulate(count, rng, size=SIZE):
 
 
 def squeezed(convergence):
-    """Returns maps as the networks see them, -1 to 1: the few bright pixels are brought near."""
-    density = 1 + convergence / SHIFT
-    return 2 * density / (density + HALF) - 1
+    """Returns maps as the networks see them, mean 0: in the logarithm the few bright pixels are brought near."""
+    return np.log(1 + convergence / SHIFT) + VARIANCE / 2
 
 
 def stretched(image):
-    """Returns convergence again. Brighter than any of the data, as 1 would be infinitely, is cut off."""
-    image = np.minimum(image, 0.98)
-    return SHIFT * (HALF * (1 + image) / (1 - image) - 1)
+    """Returns convergence again."""
+    return SHIFT * (np.exp(image - VARIANCE / 2) - 1)
 
 
 def intensities(convergence):

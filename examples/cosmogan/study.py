@@ -15,7 +15,7 @@ COLUMNS = {"histogram": "pixels: chi² per bin", "spectrum": "power spectrum: ch
 
 def arguments(argv=None):
     parser = studies.parser("cosmogan", __doc__)
-    parser.add_argument("--epochs", type=int, default=16)
+    parser.add_argument("--epochs", type=int, default=32)
     parser.add_argument("--maps", type=int, default=4096, help="to learn from (default: 4096)")
     parser.add_argument("--tests", type=int, default=512, help="maps that are compared (default: 512)")
     return parser.parse_args(argv)
@@ -38,7 +38,7 @@ def draw(folder, tests, generated):
     figure, rows = plt.subplots(len(kinds), 8, figsize=(12, 1.7 * len(kinds)), layout="constrained")
     for row, (kind, some) in zip(rows, kinds.items(), strict=True):
         for panel, image in zip(row, some, strict=False):
-            panel.imshow(maps.squeezed(image[..., 0]), cmap="inferno", vmin=-1, vmax=0.4)
+            panel.imshow(maps.squeezed(image[..., 0]), cmap="inferno", vmin=-2, vmax=2.5)
             panel.set(xticks=[], yticks=[])
         row[0].set_ylabel(kind)
     numbers = [{"maps": kind, "mean": float(x.mean()), "deviation": float(x.std())} for kind, x in kinds.items()]

@@ -22,7 +22,7 @@ LATENT = 64
 STATISTICS = ("histogram", "spectrum")
 REAL = 0.9  # its label of real maps, so that it does not become too sure
 FLIPPED = 0.01  # of the discriminator's batches have wrong labels on purpose
-AVERAGED = 0.99  # what the generator's average keeps at each step of what it was
+AVERAGED = 0.998  # what the generator's average keeps at each step of what it was
 
 
 def arguments(argv=None):
@@ -30,8 +30,8 @@ def arguments(argv=None):
     parser.add_argument("--maps", type=int, default=4096, help="to learn from (default: 4096)")
     parser.add_argument("--tests", type=int, default=512, help="maps that are compared (default: 512)")
     parser.add_argument("--filters", type=int, default=16, help="of the widest level; the paper's: 64 (default: 16)")
-    parser.add_argument("--epochs", type=int, default=16)
-    parser.add_argument("--batch-size", type=int, default=16, help="of all ranks (default: 16)")
+    parser.add_argument("--epochs", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=32, help="of all ranks (default: 32)")
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data", type=Path, default=Path("results") / "cosmogan", help="folder for the maps")
@@ -39,11 +39,21 @@ def arguments(argv=None):
     return parser.parse_args(argv)
 
 
-def _convolved(layer, filters, **kwargs):
+def _convolved(layer, filters):
     import keras
 
     start = keras.initializers.RandomNormal(stddev=0.02)
-    return layer(filters, 5, strides=2, padding="same", kernel_initializer=start, **kwargs)
+    return layer(filters, 5, strides=2, padding="same", kernel_initializer=start)
+
+
+def _wrapped(images):
+    """Returns images with a pixel more on each side, that of the opposite side, as the sky goes on beyond the edge."""
+    from keras import ops
+
+    for axis in (1, 2):
+        last, first = ops.split(images, [images.shape[axis] - 1], axis)[1], ops.split(images, [1], axis)[0]
+        images = ops.concatenate([last, images, first], axis)
+    return images
 
 
 def generator(size, filters, levels, **normalization):
@@ -59,17 +69,14 @@ def generator(size, filters, levels, **normalization):
     from keras import layers
 
     side, most = size // 2**levels, filters * 2 ** (levels - 1)
-    start = keras.initializers.RandomNormal(stddev=0.02)
-    model = keras.Sequential([keras.Input((LATENT,))], name="generator")
-    model.add(layers.Dense(side * side * most, kernel_initializer=start))
-    model.add(layers.Reshape((side, side, most)))
+    noise = keras.Input((LATENT,))
+    x = layers.Dense(side * side * most, kernel_initializer=keras.initializers.RandomNormal(stddev=0.02))(noise)
+    x = layers.Reshape((side, side, most))(x)
     for level in range(levels - 1, -1, -1):
-        model.add(layers.BatchNormalization(momentum=AVERAGED, epsilon=1e-5, **normalization))
-        model.add(layers.ReLU())
-        last = level == 0
-        wide = 1 if last else filters * 2 ** (level - 1)
-        model.add(_convolved(layers.Conv2DTranspose, wide, activation="tanh" if last else None))
-    return model
+        x = layers.ReLU()(layers.BatchNormalization(epsilon=1e-5, **normalization)(x))
+        wide = filters * 2 ** (level - 1) if level else 1
+        x = layers.Cropping2D(2)(_convolved(layers.Conv2DTranspose, wide)(_wrapped(x)))
+    return keras.Model(noise, x, name="generator")
 
 
 def discriminator(size, filters, levels, **normalization):
@@ -89,20 +96,28 @@ def discriminator(size, filters, levels, **normalization):
 
 
 def compiled(rate, filters=16, levels=3):
-    """Returns generator, discriminator and both, the last two compiled, each with a team."""
+    """Returns generator, discriminator, and two compiled models, each with a team.
+
+    The first trains the discriminator: from real maps, noise and `turns` to the logits of real and of generated maps.
+    The second trains the generator: from noise and `turns` to the logits of generated maps.
+    """
     import keras
 
     import keras_hpc
 
     make, judge = (network(maps.SIZE, filters, levels, synchronized=True) for network in (generator, discriminator))
-    both = keras.Sequential([keras.Input((LATENT,)), make, judge])
-    for team, model in enumerate((judge, both)):
-        average = {"use_ema": True, "ema_momentum": AVERAGED} if model is both else {}
+    real, noise = keras.Input((maps.SIZE, maps.SIZE, 1)), keras.Input((LATENT,))
+    places = keras.Input((maps.SIZE**2,), dtype="int32")
+    made = turned(make(noise), places)
+    apart = keras.Model([real, noise, places], [judge(real), judge(made)], name="apart")
+    both = keras.Model([noise, places], judge(made), name="both")
+    for team, (model, learns) in enumerate(((apart, judge), (both, make))):
+        average = {"use_ema": True, "ema_momentum": AVERAGED} if learns is make else {}
         loss = keras.losses.BinaryCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(rate, beta_1=0.5, **average), loss)
         keras_hpc.assign_team(model, team)
-    both.optimizer.build(make.trainable_variables)  # those that it trains: see `frozen`
-    return make, judge, both
+        model.optimizer.build(learns.trainable_variables)  # the others are `frozen`
+    return make, judge, apart, both
 
 
 @contextlib.contextmanager
@@ -110,7 +125,7 @@ def frozen(model):
     """Inside, the weights of a model stay as they are, but it goes on to normalize over batches.
 
     With `model.trainable = False` BatchNormalization would take its moving statistics, which tell the generator
-    something else than what the discriminator has learnt.
+    something else than what the discriminator has learnt. Keras looks at it when it traces a step.
     """
     weights = model.trainable_variables
     for variable in weights:
@@ -122,46 +137,59 @@ def frozen(model):
             variable.trainable = True
 
 
-def turned(images, rng):
-    """Returns maps, (n, size, size, 1), each moved, mirrored and transposed at random: the sky has no place, no up."""
-    found = []
-    for image, moves, (down, right, swap) in zip(
-        images, rng.integers(0, images.shape[1], (len(images), 2)), rng.random((len(images), 3)) < 0.5, strict=True
-    ):
-        image = np.roll(image, moves, (0, 1))[:: -1 if down else 1, :: -1 if right else 1]
-        found.append(image.transpose(1, 0, 2) if swap else image)
-    return np.stack(found)
+def turns(count, size, rng):
+    """Returns ways to move, mirror and transpose maps: of each, where its pixels come from, (count, size * size)."""
+    to, signs, swap = rng.integers(0, size, (2, count, 1)), rng.choice((-1, 1), (2, count, 1)), rng.random(count) < 0.5
+    down, right = (to + signs * np.arange(size)) % size
+    places = down[:, :, None] * size + right[:, None, :]
+    return np.where(swap[:, None, None], places.transpose(0, 2, 1), places).reshape(count, -1).astype("int32")
+
+
+def turned(images, places):
+    """Returns maps, (n, size, size, 1), turned by `turns`: the sky has no place, no up."""
+    from keras import ops
+
+    pixels = ops.reshape(images, (-1, images.shape[1] * images.shape[2]))
+    return ops.reshape(ops.take_along_axis(pixels, places, axis=1), (-1, *images.shape[1:]))
 
 
 def step(models, real, rng):
     """Trains the discriminator on real and on generated maps, and the generator on the same noise.
 
     The two kinds come in batches of their own, so that BatchNormalization shows the discriminator how much the maps of
-    a batch differ.
+    a batch differ, and in one update. Both are turned at random, so that it cannot know generated ones by a place.
 
     Args:
         models: of `compiled`.
-        real: maps of this rank, -1 to 1.
+        real: maps of this rank, as networks see them.
         rng: another one on every rank.
 
     Returns:
         losses of this rank, of discriminator and generator.
     """
+    make, judge, apart, both = models
+    noise, ones = rng.normal(size=(len(real), LATENT)).astype("float32"), np.ones((len(real), 1), "float32")
+    places, others = turns(len(real), maps.SIZE, rng), turns(len(real), maps.SIZE, rng)
+    real = np.take_along_axis(real.reshape(len(real), -1), others, axis=1).reshape(real.shape)
+    labels = (REAL, 0.0) if rng.random() >= FLIPPED else (1 - REAL, 1.0)
+    for model in (apart, both):
+        model.reset_metrics()
+    with frozen(make):
+        loss, *_ = apart.train_on_batch([real, noise, places], [label * ones for label in labels])
+    with frozen(judge):
+        return float(loss), float(both.train_on_batch([noise, places], ones))
+
+
+def settle(models, rng):
+    """Gives the generator its averaged weights, and BatchNormalization the statistics that they make. Collective."""
     import keras
 
-    make, judge, both = models
-    noise = rng.normal(size=(len(real), LATENT)).astype("float32")
-    ones = np.ones((len(real), 1), "float32")
-    images = {REAL: turned(real, rng), 0.0: keras.ops.convert_to_numpy(make(noise, training=True))}
-    flipped = rng.random() < FLIPPED
-    losses = []
-    for label, kind in images.items():
-        judge.reset_metrics()
-        losses.append(float(judge.train_on_batch(kind, (1 - label if flipped else label) * ones)))
-    with frozen(judge):  # Keras looks at it when it traces a step
-        both.reset_metrics()
-        losses.append(float(both.train_on_batch(noise, ones)))
-    return [sum(losses[:2]), losses[2]]
+    make, *_, both = models
+    both.optimizer.finalize_variable_values(make.trainable_variables)
+    for layer in make.layers:
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.momentum = 0.0  # it forgets those of training
+    make(rng.normal(size=(2048, LATENT)).astype("float32"), training=True)
 
 
 def quality(generated, tests):
@@ -206,7 +234,7 @@ def main(argv=None):
     for epoch in range(args.epochs):
         data.set_epoch(epoch)
         batches = keras_hpc.shard(data)  # dealt to the ranks
-        for model in models[1:]:  # the rate falls in the second half
+        for model in models[2:]:  # the rate falls in the second half
             model.optimizer.learning_rate = args.learning_rate * min(1, 2 * (1 - epoch / args.epochs))
         rng = np.random.default_rng([args.seed, rank, epoch])
         losses = np.mean([step(models, batches[number], rng) for number in range(len(batches))], axis=0)
@@ -215,7 +243,7 @@ def main(argv=None):
         lines.append({"epoch": epoch + 1, **dict(zip(names, map(float, losses), strict=True))})
         if rank == 0:
             print(", ".join(f"{name} {value:.3f}" for name, value in lines[-1].items()), flush=True)
-    models[2].optimizer.finalize_variable_values(models[0].trainable_variables)  # their averages
+    settle(models, np.random.default_rng([args.seed, rank, args.epochs]))
     for model in models:
         keras_hpc.check_replicas(model)
     if rank == 0:

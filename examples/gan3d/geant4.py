@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Electron showers in the same calorimeter from Geant4, with tables of our own (see geant4_tables.py).
+"""Showers of electrons and photons in the same calorimeter from Geant4, with tables of our own (see geant4_tables.py).
 
 About 10 ms per GeV and core: 5,000 showers of 10 to 100 GeV take most of an hour.
 """
@@ -28,10 +28,13 @@ _LAYER_BEGIN_MM = np.concatenate([[0], np.cumsum(gflash.TUNGSTEN_MM + gflash.SIL
 _SILICON_BEGIN_MM = _LAYER_BEGIN_MM[:-1] + gflash.TUNGSTEN_MM + GAP_MM
 
 
-def parameters():
+PARTICLES = {"electron": "e-", "photon": "gamma"}  # and their names in Geant4
+
+
+def parameters(particle="electron"):
     """What defines these showers, as a dictionary for a file's attributes."""
     names = ("particle", "layers", "tungsten_mm", "silicon_mm", "depth_mm")
-    geometry = {name: value for name, value in gflash.parameters().items() if name in names}
+    geometry = {name: value for name, value in gflash.parameters(particle).items() if name in names}
     return geometry | {
         "geant4": _simulation().version,
         "physics": "G4EmStandardPhysics_option1",
@@ -40,13 +43,14 @@ def parameters():
     }
 
 
-def generate(rng, energies, size=25):
+def generate(rng, energies, size=25, particle="electron"):
     """Simulate one shower for each energy.
 
     Args:
         rng: a `numpy.random.Generator`; it gives Geant4 its seed.
         energies: primary energies in GeV, shape `(n,)`.
         size: 25 or 13, see `gflash.generate`.
+        particle: of PARTICLES.
 
     Returns:
         Energy in silicon in GeV, float32 of shape `(n, size, size, size)`: event, x, y, layer.
@@ -58,7 +62,7 @@ def generate(rng, energies, size=25):
     layer_edges = np.arange(size + 1) - 0.5
     images = np.empty((len(energies), size, size, size), np.float32)
     for image, energy in zip(images, energies, strict=True):
-        x, y, z, deposit = simulation.shower(float(energy))
+        x, y, z, deposit = simulation.shower(float(energy), particle)
         layer = np.searchsorted(_SILICON_BEGIN_MM, z + 1e-6, side="right") - 1
         if size == 13:
             layer //= 2
@@ -150,12 +154,13 @@ class _Simulation:
     def tell_steps(self, tells):
         self._g4.G4SDManager.GetSDMpointer().Activate("silicon", tells)
 
-    def shower(self, energy):
-        """Simulate an electron of `energy` GeV.
+    def shower(self, energy, particle):
+        """Simulate a particle of PARTICLES, of `energy` GeV.
 
         Returns:
             (x, y, z, deposit) of the steps in silicon, each of shape `(steps,)`: three in mm, then GeV.
         """
+        self._gun.SetParticleDefinition(self._g4.G4ParticleTable.GetParticleTable().FindParticle(PARTICLES[particle]))
         self._gun.SetParticleEnergy(energy * self._g4.GeV)
         self._manager.BeamOn(1)
         x, y, z, deposit = np.array(self._steps).reshape(-1, 4).T
@@ -164,7 +169,6 @@ class _Simulation:
     def _make_gun(self):
         g4 = self._g4
         self._gun = g4.G4ParticleGun(1)
-        self._gun.SetParticleDefinition(g4.G4ParticleTable.GetParticleTable().FindParticle("e-"))
         self._gun.SetParticleMomentumDirection(g4.G4ThreeVector(0, 0, 1))
         self._gun.SetParticlePosition(g4.G4ThreeVector(0, 0, -1 * g4.mm))
         return self._gun

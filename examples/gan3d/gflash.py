@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Electron showers in a silicon-tungsten calorimeter, drawn from the GFlash parametrisation.
+"""Showers of electrons and photons in a silicon-tungsten calorimeter, drawn from the GFlash parametrisation.
 
 G. Grindhammer and S. Peters, "The parameterized simulation of electromagnetic showers in homogeneous and sampling
 calorimeters", hep-ex/0001020. Depths t are in radiation lengths X0, radii in Moliere radii R_M, energies in GeV.
 A shower deposits dE(t, r) = E f(t) f(r): f(t) is a gamma distribution whose maximum T and shape alpha fluctuate from
 shower to shower, f(r) a narrow core and a wide tail.
+
+A photon leaves nothing until it becomes a pair of electrons, after a depth that is exponential with mean 9/7 X0 (Review
+of Particle Physics). Each of the two begins a shower there, with its share of the energy.
 
 Known differences to a full simulation of the same layers (reference/geant4_25.json, 10 to 100 GeV): these showers are
 narrower, with 58% of the visible energy in the central row of cells against 50%, because silicon also sees a soft halo
@@ -25,6 +28,9 @@ SILICON_MM = 0.5  # our assumption
 DEPTH_MM = 159.0  # of all 25 layers; what tungsten and silicon leave is gaps
 CELL_MM = {25: 5.1, 13: 10.2}  # cell by number of cells: both windows are about 130 mm wide
 FRONT_NOISE = 0.165  # sqrt(GeV): sigma/E = 16.5% / sqrt(E), as the CALICE silicon-tungsten prototype (arXiv 0811.2354)
+PARTICLES = ("electron", "photon")
+CONVERSION = 9 / 7  # X0: mean depth at which a photon becomes a pair
+LOWEST_GEV = 1.0  # showers below have the shape of one of this energy: the formulas do not hold there
 CHUNK_EVENTS = 32  # drawn together: enough to forget Python's overhead, few enough for the processor's caches
 
 _SCALE_ENERGY_MEV = 21.2052
@@ -94,10 +100,10 @@ VISIBLE = np.array([m.visible for m in LAYER_MEDIA])
 NOISE = FRONT_NOISE * np.sqrt(TUNGSTEN_MM / TUNGSTEN_MM[0])  # thicker absorbers sample worse
 
 
-def parameters():
+def parameters(particle="electron"):
     """What defines these showers, as a dictionary for a file's attributes."""
     return {
-        "particle": "electron, normal to the layers, centred on a cell",
+        "particle": f"{particle}, normal to the layers, centred on a cell",
         "layers": LAYERS,
         "tungsten_mm": TUNGSTEN_MM.tolist(),
         "silicon_mm": SILICON_MM,
@@ -146,10 +152,36 @@ def shapes(energies, normals):
     return np.maximum(T, 0.5), np.maximum(alpha, 1.1)  # a rare draw may leave where the formulas hold
 
 
-def layer_shares(T, alpha):
-    """Share of a shower's energy in each layer, shape `(n, 25)`. What is missing to 1 leaks out behind."""
+def pairs(rng, energies):
+    """What photons become.
+
+    Args:
+        rng: a `numpy.random.Generator`.
+        energies: of the photons in GeV, shape `(n,)`.
+
+    Returns:
+        (energies of two electrons of each, the depth in X0 at which both begin), each of shape `(2 n,)`: first one of
+        each photon, then the others.
+    """
+    start = rng.exponential(CONVERSION, len(energies))
+    # The share x of the first has a density of 1 - 4/3 x (1 - x), the limit of high energies: of d = |2 x - 1|, 2/3 +
+    # d^2 / 3. That is a mixture: d of 6 photons in 7 is uniform, else the largest of three uniform numbers.
+    uneven = rng.random(len(energies)) < 1 / 7
+    distance = rng.random((3, len(energies)))
+    x = (1 + np.where(uneven, distance.max(axis=0), distance[0])) / 2
+    return np.concatenate([x * energies, (1 - x) * energies]), np.tile(start, 2)
+
+
+def layer_shares(T, alpha, start=0.0):
+    """Share of a shower's energy in each layer, shape `(n, 25)`. What is missing to 1 leaks out behind.
+
+    Args:
+        T, alpha: of `shapes`.
+        start: depth in X0 at which each begins, `(n,)`, or one for all.
+    """
     beta = (alpha - 1) / T
-    return np.diff(gammainc(alpha[:, None], beta[:, None] * EDGES), axis=1)
+    depth = np.maximum(EDGES - np.reshape(start, (-1, 1)), 0)
+    return np.diff(gammainc(alpha[:, None], beta[:, None] * depth), axis=1)
 
 
 def visible_energies(rng, deposits):
@@ -157,21 +189,21 @@ def visible_energies(rng, deposits):
     return rng.gamma(np.maximum(deposits / NOISE**2, 1e-12)) * NOISE**2 * VISIBLE
 
 
-def spot_counts(energies, T, alpha):
+def spot_counts(energies, T, alpha, start=0.0):
     """Number of equal spots per layer, `(n, 25)`: few spots make a shower lumpy, as real ones are."""
     total = 10.3 / FRONT_NOISE * energies**0.959
-    shares = layer_shares(T * (0.813 + 0.0019 * FRONT.Z), alpha * (0.844 + 0.0026 * FRONT.Z))
+    shares = layer_shares(T * (0.813 + 0.0019 * FRONT.Z), alpha * (0.844 + 0.0026 * FRONT.Z), start)
     return np.maximum(1, shares * total[:, None]).astype(np.int64)
 
 
-def radial(energies, T, alpha):
+def radial(energies, T, alpha, start=0.0):
     """Radii of core and tail and the core's share of the energy, layer by layer.
 
     Returns:
         (core radius in R_M, tail radius in R_M, share of the core), each of shape `(n, 25)`.
     """
     log_E = np.log(energies)[:, None]
-    middle = (EDGES[1:] + EDGES[:-1]) / 2
+    middle = np.maximum((EDGES[1:] + EDGES[:-1]) / 2 - np.reshape(start, (-1, 1)), 0)
     mean_alpha = np.exp(shape_means(energies)[1])
     age = middle / T[:, None] * ((alpha - 1) / alpha * mean_alpha / (mean_alpha - 1))[:, None]
     missing, inverse = 1 - E_OVER_MIP, 1 / FRONT.sampling
@@ -187,23 +219,26 @@ def radial(energies, T, alpha):
     return np.maximum(core, 0.005), np.maximum(tail, 0.05), np.clip(share, 0, 1)
 
 
-def generate(rng, energies, size=25):
+def generate(rng, energies, size=25, particle="electron"):
     """Draw one shower for each energy.
 
     Args:
         rng: a `numpy.random.Generator`. The same state and energies give the same showers.
         energies: primary energies in GeV, shape `(n,)`, each at least 1.
         size: 25 for cells of 5.1 mm and 25 layers; 13 for cells of 10.2 mm and layers summed in pairs, the last alone.
+        particle: of PARTICLES.
 
     Returns:
         Energy in silicon in GeV, float32 of shape `(n, size, size, size)`: event, x, y, layer.
 
     Raises:
-        ValueError: an energy below 1 GeV, where the parametrisation does not hold, or another size.
+        ValueError: an energy below 1 GeV, where the parametrisation does not hold, another size, or another particle.
     """
     energies = np.asarray(energies, dtype=np.float64)
     if size not in CELL_MM:
         raise ValueError(f"No calorimeter has this size. Expected `size` to be 25 or 13. Received: size={size!r}")
+    if particle not in PARTICLES:
+        raise ValueError(f"Expected `particle` to be one of {', '.join(PARTICLES)}. Received: particle={particle!r}")
     if energies.ndim != 1 or not np.all((energies >= 1) & np.isfinite(energies)):
         raise ValueError(
             "GFlash holds for showers above 1 GeV. Expected `energies` of shape (n,), in GeV, each at least 1. "
@@ -212,16 +247,20 @@ def generate(rng, energies, size=25):
     images = np.empty((len(energies), size, size, size), np.float32)
     for first in range(0, len(energies), CHUNK_EVENTS):
         part = slice(first, first + CHUNK_EVENTS)
-        images[part] = _chunk(rng, energies[part], size)
+        if particle == "photon":
+            images[part] = _chunk(rng, *pairs(rng, energies[part]), size).reshape(2, -1, size, size, size).sum(0)
+        else:
+            images[part] = _chunk(rng, energies[part], 0.0, size)
     return images
 
 
-def _chunk(rng, energies, size):
+def _chunk(rng, energies, start, size):
     n = len(energies)
-    T, alpha = shapes(energies, rng.standard_normal((2, n)))
-    visible = visible_energies(rng, layer_shares(T, alpha) * energies[:, None])
-    spots = spot_counts(energies, T, alpha)
-    core, tail, share = radial(energies, T, alpha)
+    shaping = np.maximum(energies, LOWEST_GEV)
+    T, alpha = shapes(shaping, rng.standard_normal((2, n)))
+    visible = visible_energies(rng, layer_shares(T, alpha, start) * energies[:, None])
+    spots = spot_counts(energies, T, alpha, start)
+    core, tail, share = radial(shaping, T, alpha, start)
 
     # One row per spot from here on; `row` tells which (event, layer) it belongs to.
     row = np.repeat(np.arange(n * LAYERS), spots.ravel())

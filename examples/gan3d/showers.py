@@ -30,6 +30,7 @@ HIT_GEV = 1e-4  # a cell counts as hit above this energy
 def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", choices=list(SOURCES), default="gflash")
+    parser.add_argument("--particle", choices=list(storage.PARTICLES), default="electron", help="(default: electron)")
     parser.add_argument("--events", type=int, required=True, help="showers in the file, or per energy of --profiles")
     parser.add_argument("--size", type=int, choices=[25, 13], default=25, help="cells along x, y and depth")
     parser.add_argument("--seed", type=int, default=1)
@@ -82,7 +83,7 @@ def communicator():
 
 
 def generator(source):
-    """The module that makes the showers: `generate(rng, energies, size)`, `parameters()`, `LABEL`.
+    """The module that makes the showers: `generate(rng, energies, size, particle)`, `parameters(particle)`, `LABEL`.
 
     Raises:
         ImportError: a package is missing that this source needs.
@@ -95,7 +96,7 @@ def block_rng(seed, *numbers):
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=numbers))
 
 
-def make_block(module, number, events, energies, size, seed):
+def make_block(module, number, events, energies, size, seed, particle="electron"):
     """Showers of one block.
 
     Args:
@@ -105,13 +106,14 @@ def make_block(module, number, events, energies, size, seed):
         energies: lowest and highest primary energy in GeV.
         size: 25 or 13.
         seed: of the whole file.
+        particle: "electron" or "photon".
 
     Returns:
         (images float32 `(events, size, size, size)` in GeV, primary energies float32 `(events,)` in GeV).
     """
     rng = block_rng(seed, 0, number)
     primary = np.clip(rng.uniform(*energies, events).astype(np.float32), *np.float32(energies))
-    return module.generate(rng, primary, size), primary
+    return module.generate(rng, primary, size, particle), primary
 
 
 class Progress:
@@ -144,8 +146,9 @@ def write_file(args, comm=None):
     low, high = args.energies
     attributes = {
         "source": args.source,
+        "particle": args.particle,
         "label": module.LABEL,
-        "parameters": json.dumps(module.parameters(), sort_keys=True),
+        "parameters": json.dumps(module.parameters(args.particle), sort_keys=True),
         "seed": args.seed,
         "events": args.events,
         "block_events": args.block,
@@ -165,7 +168,8 @@ def write_file(args, comm=None):
     for number in missing[rank::size]:
         if progress:
             progress.show(blocks.events_done())
-        blocks.write(number, *make_block(module, number, blocks.length(number), args.energies, args.size, args.seed))
+        length = blocks.length(number)
+        blocks.write(number, *make_block(module, number, length, args.energies, args.size, args.seed, args.particle))
     if comm:
         # Rank 0 looks at the folder while it waits, so that the bar also shows what the others do.
         arrived = comm.Ibarrier()
@@ -176,10 +180,10 @@ def write_file(args, comm=None):
     if rank == 0:
         progress.show(blocks.events_done())
         blocks.join()
-        print(f"{args.out}: {args.events} events of {low:g} to {high:g} GeV. {module.LABEL}.")
+        print(f"{args.out}: {args.events} {args.particle}s of {low:g} to {high:g} GeV. {module.LABEL}.")
 
 
-def mean_profiles(module, energy, events, size, seed, block=500, comm=None, key=0):
+def mean_profiles(module, energy, events, size, seed, block=500, comm=None, key=0, particle="electron"):
     """Means over showers of one energy. Collective over `comm`; the result is on rank 0, others get `None`.
 
     Returns:
@@ -191,7 +195,7 @@ def mean_profiles(module, energy, events, size, seed, block=500, comm=None, key=
     mine = {}
     for number in range(rank, len(lengths), ranks):
         rng = block_rng(seed, 1, key, number)
-        images = module.generate(rng, np.full(lengths[number], energy), size).astype(np.float64)
+        images = module.generate(rng, np.full(lengths[number], energy), size, particle).astype(np.float64)
         sums = {axis: images.sum(other) for axis, other in zip("xyz", ((2, 3), (1, 3), (1, 2)), strict=True)}
         mine[number] = sums | {"hits": (images > HIT_GEV).sum((1, 2, 3))}
     parts = comm.gather(mine) if comm else [mine]
@@ -222,7 +226,7 @@ def write_profiles(args, comm=None):
     module = generator(args.source)
     energies = []
     for key, energy in enumerate(args.at):
-        options = {"seed": args.seed, "block": args.block, "comm": comm, "key": key}
+        options = {"seed": args.seed, "block": args.block, "comm": comm, "key": key, "particle": args.particle}
         energies.append(mean_profiles(module, energy, args.events, args.size, **options))
         if energies[-1]:
             print(f"{energy:g} GeV: visible {100 * energies[-1]['visible_GeV'] / energy:.3f}%")
@@ -234,7 +238,7 @@ def write_profiles(args, comm=None):
         "units": f"GeV; profiles are means over showers, _std deviations between them; hits: cells above {HIT_GEV} GeV",
         "seed": args.seed,
         "size": args.size,
-        "parameters": module.parameters(),
+        "parameters": module.parameters(args.particle),
         "profiles": energies,
     }
     args.profiles.parent.mkdir(parents=True, exist_ok=True)

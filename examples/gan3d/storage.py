@@ -13,7 +13,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-ELECTRON = 11
+PARTICLES = {"electron": 11, "photon": 22}  # and their numbers by the Particle Data Group
 DESCRIPTIONS = {
     "ECAL": "energy in silicon, GeV; axes: event, x, y, layer",
     "target": "particle (11: electron, 22: photon), primary energy in GeV",
@@ -26,8 +26,8 @@ class Blocks:
 
     Args:
         out: the HDF5 file to end up with.
-        attributes: what defines its content: `events`, `block_events`, `size` and whatever else it depends on. They
-            become the file's attributes.
+        attributes: what defines its content: `events`, `block_events`, `size`, `particle` and whatever else it depends
+            on. They become the file's attributes.
     """
 
     def __init__(self, out, attributes):
@@ -95,7 +95,8 @@ class Blocks:
             with h5py.File(path, "w") as file:
                 _create(file, len(images), self.attributes["size"])
                 file["ECAL"][:] = images
-                file["target"][:] = np.stack([np.full(len(energies), ELECTRON), energies], axis=1)
+                particle = PARTICLES[self.attributes["particle"]]
+                file["target"][:] = np.stack([np.full(len(energies), particle), energies], axis=1)
                 file["visible"][:] = images.sum((1, 2, 3), dtype=np.float64)
 
         _replace(self.path(number), fill)

@@ -55,6 +55,7 @@ def arguments(argv=None):
     parser.add_argument("--events", type=int, default=EVENTS, help=f"showers to make without --data ({EVENTS})")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind (default: 3)")
     parser.add_argument("--pipelined-seeds", type=int, default=1, help="the same, of pipelined ones (default: 1)")
+    parser.add_argument("--cooldown-epochs", type=int, default=0, help="at the end of pipelined runs (default: 0)")
     parser.add_argument("--epochs", type=int, default=8, help="points of the curves (default: 8)")
     parser.add_argument("--steps", type=int, default=200, help="of each epoch (default: 200)")
     parser.add_argument("--batch-size", type=int, default=16, help="showers in a step, of all ranks (default: 16)")
@@ -73,6 +74,7 @@ def train(run, args, core=0):
         "--seed": run.seed,
         "--schedule-d": run.schedule,
         "--schedule-g": run.schedule,
+        "--cooldown-epochs": args.cooldown_epochs,
     }
     flags = ["--keep-generators", "--decay"]
     if list((folder / "checkpoint").glob("step-*")):

@@ -51,6 +51,9 @@ def arguments(argv=None):
     parser.add_argument(
         "--synchronous-epochs", type=int, default=1, help="so many before a pipelined schedule begins (default: 1)"
     )
+    parser.add_argument(
+        "--cooldown-epochs", type=int, default=0, help="so many synchronous ones at its end (default: 0)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("results") / "gan3d", help="(default: results/gan3d)")
     parser.add_argument("--keep-generators", action="store_true", help="generator-N.weights.h5 after each epoch N")
@@ -221,10 +224,15 @@ def main(argv=None):
         first_epoch = saved.pop("epochs")
         if saved != facts:
             raise SystemExit(f"The checkpoint in {args.out} is of a run with {saved}. This one has {facts}.")
-    # Two updates of each network in a step.
-    synchronous = 2 * steps * max(0, args.synchronous_epochs - first_epoch)
-    keras_hpc.configure_team(0, schedule=args.schedule_d, synchronous_steps=synchronous)
-    keras_hpc.configure_team(1, schedule=args.schedule_g, synchronous_steps=synchronous)
+    updates = 2 * steps  # of each network in an epoch
+    for team, schedule in enumerate((args.schedule_d, args.schedule_g)):
+        keras_hpc.configure_team(
+            team,
+            schedule=schedule,
+            synchronous_steps=updates * max(0, args.synchronous_epochs - first_epoch),
+            cooldown_steps=updates * args.cooldown_epochs,
+            max_steps=updates * max(1, args.epochs - first_epoch),
+        )
 
     args.out.mkdir(parents=True, exist_ok=True)
     if rank == 0:
