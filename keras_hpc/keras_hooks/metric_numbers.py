@@ -6,8 +6,8 @@ part n_r / sum(n_r) of a step; a sum over samples counts whole. A `keras.metrics
 and of means each rank adds its part.
 
 Which it is, nobody says. A function that is given as a metric is asked (pair_losses.py). With `init(batch="global")` a
-`train_step` of the user's own is tried (own_steps.py), and what its metrics have counted says it. Else numbers in a
-`Mean` are taken as means, and those in a `Sum` as sums.
+`train_step` of the user's own is tried (own_steps.py), and what its metrics have counted says it (metric_kinds.py).
+Else numbers in a `Mean` are taken as means, and those in a `Sum` as sums.
 
 The loss of each of several outputs is logged as a mean over samples, or, where TensorFlow does not know the batch size
 when it traces, over steps; then each rank adds its part of a step, too.
@@ -17,19 +17,13 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_hpc.job import current, log
 from keras_hpc.keras_hooks import losses, pair_losses, running
-
-UNKNOWN, MEAN, SUM = range(3)  # what the numbers that a metric gets are
-
-_kinds: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of metrics
+from keras_hpc.keras_hooks.metric_kinds import MEAN, SUM, UNKNOWN, kinds
 
 
 class _Asked(threading.local):
@@ -89,9 +83,9 @@ def _kind(metric: Any) -> int:
     """Return what the numbers of a metric are, as far as it is known. A function is asked once."""
     if running.trial() is not None:
         return UNKNOWN
-    if metric not in _kinds and _asked.metric is not None and _asked.metric[0] is metric:
-        _kinds[metric] = _ask(*_asked.metric)
-    return _kinds.get(metric, UNKNOWN)
+    if metric not in kinds and _asked.metric is not None and _asked.metric[0] is metric:
+        kinds[metric] = _ask(*_asked.metric)
+    return kinds.get(metric, UNKNOWN)
 
 
 def _ask(metric: Any, y_true: Any, y_pred: Any) -> int:
@@ -105,42 +99,6 @@ def _ask(metric: Any, y_true: Any, y_pred: Any) -> int:
             "keras.metrics.Metric and let it keep the sums"
         )
     return SUM if answer.is_sum else UNKNOWN
-
-
-def tell(metrics: Sequence[Any], kinds: Sequence[int]) -> None:
-    """Remember what the numbers of metrics are."""
-    for metric, kind in zip(metrics, kinds, strict=True):
-        _kinds[metric] = kind
-
-
-def of_model(model: Any) -> list[Any]:
-    """Return the metrics of a model to which its step may give numbers, in the same order on every rank."""
-    wrapped = keras.metrics.MeanMetricWrapper
-    kinds = keras.metrics.Mean, keras.metrics.Sum
-    return [metric for metric in model.metrics if isinstance(metric, kinds) and not isinstance(metric, wrapped)]
-
-
-def kind_of(metric: Any, ours: dict[int, Any], theirs: dict[int, Any]) -> int:
-    """Return what the numbers are that a metric got in a trial.
-
-    Args:
-        metric: one of `of_model`.
-        ours: by how much each of its variables, by `id`, has moved in a step on samples of one of two ranks.
-        theirs: the same in a step on the samples of both.
-    """
-    first, second = (_counted(metric, moved) for moved in (ours, theirs))
-    if not first or not np.isfinite([first, second]).all():
-        return UNKNOWN
-    ratio = second / first
-    return MEAN if abs(ratio - 1) < 0.2 else SUM if abs(ratio - 2) < 0.4 else UNKNOWN
-
-
-def _counted(metric: Any, moved: dict[int, Any]) -> float:
-    total = float(moved.get(id(metric.total), 0.0))
-    if isinstance(metric, keras.metrics.Sum):
-        return total
-    count = float(moved.get(id(metric.count), 0.0))
-    return total / count if count else 0.0
 
 
 def _is_tracing_tensorflow() -> bool:

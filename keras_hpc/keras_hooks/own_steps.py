@@ -26,7 +26,7 @@ from keras_hpc.keras_hooks import (
     clipping,
     keras_private,
     made_up,
-    metric_numbers,
+    metric_kinds,
     normalization,
     running,
     seeds,
@@ -89,13 +89,13 @@ def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     else:
         batch = next(batches)
         batches = itertools.chain([batch], batches)
-    told = metric_numbers.of_model(model)
+    told = metric_kinds.of_model(model)
     *verdict, kinds = _verdict(model, rest, batch)
-    everyone = np.array([*verdict, *(kinds or [metric_numbers.UNKNOWN] * len(told))], np.float64)
+    everyone = np.array([*verdict, *(kinds or [metric_kinds.UNKNOWN] * len(told))], np.float64)
     team = current.team_of(model)
     team.allreduce(everyone, op="max")
     _report(model, int(everyone[0]), everyone[1])
-    metric_numbers.tell(told, everyone[3:].astype(int).tolist())
+    metric_kinds.tell(told, everyone[3:].astype(int).tolist())
     if everyone[2] and team.rank == 0:
         log.warning(
             f"`{type(model).__name__}.train_step()` limits gradients before the optimizer gets them: each rank its "
@@ -142,7 +142,7 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool,
                     for had, trial, data in zip((one_of_two, alone), trials, given, strict=True)
                 )
             moved = trials[0].moved, trials[1].moved
-            kinds = [metric_numbers.kind_of(metric, *moved) for metric in metric_numbers.of_model(model)]
+            kinds = [metric_kinds.kind_of(metric, *moved) for metric in metric_kinds.of_model(model)]
             together = not noisy and not _adds_up(model, *trials, samples, batch)
             large = alone
             if not is_keras_own(model):

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The way of a device plan from GPU to GPU, by NCCL: nothing goes through the host. Between nodes, NCCL has a network of
-// its own.
+// The way of a device plan from GPU to GPU, by NCCL: nothing goes through the host. Between nodes, NCCL has a network
+// of its own.
 //
 // A step, for each tensor:  start_on   an event is recorded on the caller's stream
 // by the courier,           factor     where ranks count with their weights, these are added up, once per step

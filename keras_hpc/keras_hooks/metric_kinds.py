@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the numbers are that a step gives to its metrics: means over samples, or sums; found in a trial of the step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+UNKNOWN, MEAN, SUM = range(3)
+
+kinds: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of metrics
+
+
+def tell(metrics: Sequence[Any], found: Sequence[int]) -> None:
+    """Remember what the numbers of metrics are."""
+    for metric, kind in zip(metrics, found, strict=True):
+        kinds[metric] = kind
+
+
+def of_model(model: Any) -> list[Any]:
+    """Return the metrics of a model to which its step may give numbers, in the same order on every rank."""
+    wrapped = keras.metrics.MeanMetricWrapper
+    given = keras.metrics.Mean, keras.metrics.Sum
+    return [metric for metric in model.metrics if isinstance(metric, given) and not isinstance(metric, wrapped)]
+
+
+def kind_of(metric: Any, ours: dict[int, Any], theirs: dict[int, Any]) -> int:
+    """Return what the numbers are that a metric got in a trial.
+
+    Args:
+        metric: one of `of_model`.
+        ours: by how much each of its variables, by `id`, has moved in a step on samples of one of two ranks.
+        theirs: the same in a step on the samples of both.
+    """
+    first, second = (_counted(metric, moved) for moved in (ours, theirs))
+    if not first or not np.isfinite([first, second]).all():
+        return UNKNOWN
+    ratio = second / first
+    return MEAN if abs(ratio - 1) < 0.2 else SUM if abs(ratio - 2) < 0.4 else UNKNOWN
+
+
+def _counted(metric: Any, moved: dict[int, Any]) -> float:
+    total = float(moved.get(id(metric.total), 0.0))
+    if isinstance(metric, keras.metrics.Sum):
+        return total
+    count = float(moved.get(id(metric.count), 0.0))
+    return total / count if count else 0.0
