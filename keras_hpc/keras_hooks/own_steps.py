@@ -143,13 +143,14 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool,
                 )
             moved = trials[0].moved, trials[1].moved
             kinds = [metric_kinds.kind_of(metric, *moved) for metric in metric_kinds.of_model(model)]
-            together = not noisy and not _adds_up(model, *trials, samples, batch)
             large = alone
             if not is_keras_own(model):
                 large = _Tries(model, rest, None, _LARGE).norms(given[1], len(alone)) / _LARGE
+            limits = _are_limited(large, alone)
+            # What limits gradients makes no means of them, whatever the loss.
+            together = not (noisy or limits) and not _adds_up(model, *trials, samples, batch)
     except Exception:  # noqa: BLE001  a step may refuse made-up samples; what is wrong with it, it raises again
         return _UNKNOWN, 0.0, False, []
-    limits = large.shape == alone.shape and bool((np.mean(large**2, axis=0) < 0.25 * np.mean(alone**2, axis=0)).any())
     found = (_TOGETHER if together else _FINE), 1.0
     for ours, theirs in zip(*(np.sqrt(np.mean(norms**2, axis=0)) for norms in (one_of_two, alone)), strict=True):
         if not ours > 0 or not np.isfinite([ours, theirs]).all():
@@ -162,6 +163,13 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool,
             verdict = next((v for v, r in ((_FINE, 1), (_SUM, 2)) if abs(ratio - r) < made_up.TOLERANCE), _NEITHER)
         found = max(found, (verdict, ratio))
     return (*found, limits, kinds)
+
+
+def _are_limited(large: np.ndarray, alone: np.ndarray) -> bool:
+    """Return whether very large gradients were smaller when they came to the optimizer."""
+    if large.shape != alone.shape:
+        return False
+    return bool((np.mean(large**2, axis=0) < 0.25 * np.mean(alone**2, axis=0)).any())
 
 
 def _sure(one_of_two: np.ndarray, alone: np.ndarray) -> bool:
