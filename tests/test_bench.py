@@ -135,6 +135,7 @@ def test_ways_to_train_in_turns(words, names, run_ranks):
     assert row["ratio"] == pytest.approx(second / first, abs=0.01)
 
 
+@pytest.mark.soak
 def test_pipelined_reports_steps_of_each_way(run_ranks, tmp_path):
     try:
         with Hosts(1):

@@ -81,7 +81,9 @@ np.testing.assert_allclose(np.roll(moved[0], 4, axis=(1, 2)), moved[1], atol=1e-
 """
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+@pytest.mark.parametrize(
+    "backend", ["tensorflow", *(pytest.param(b, marks=pytest.mark.soak) for b in ("jax", "torch"))]
+)
 def test_maps_have_no_edges(backend):
     done = launch(1, [sys.executable, "-c", LAYERS], timeout=200, env=child_environment(backend), mpi=False, cwd=ROOT)
     assert done.returncode == 0, done.output

@@ -55,8 +55,9 @@ def test_what_holds_on_the_host_holds_by_nccl(n, nodes, backend, names, run_rank
     _run(n, backend, names, run_ranks, tmp_path, _by_nccl(tmp_path) | {"MPIR_CVAR_NUM_CLIQUES": str(nodes)})
 
 
+@pytest.mark.soak
 @pytest.mark.mpi
-@pytest.mark.parametrize("enabled", ["1", pytest.param("0", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("enabled", ["1", "0"])
 def test_ranks_that_share_a_gpu_use_nccl_only_if_it_lets_them(enabled, run_ranks, tmp_path):
     sharing = {"TESTS_SHARED_GPU": "1", "NCCL_MULTI_RANK_GPU_ENABLE": enabled}
     _run(2, "torch", ["exact"], run_ranks, tmp_path, _by_nccl(tmp_path) | sharing)

@@ -30,7 +30,10 @@ def test_messages_that_come_after_an_error_change_nothing(delay):
     assert done.output.count("lives on") == 2, done.output
 
 
-@pytest.mark.parametrize(("what", "threads"), [("plan", 0), ("plan", 1), ("call", 0), ("broadcast", 0)])
+@pytest.mark.parametrize(
+    ("what", "threads"),
+    [("plan", 1), ("call", 0), *(pytest.param(what, 0, marks=pytest.mark.soak) for what in ("plan", "broadcast"))],
+)
 def test_a_process_that_has_died_is_noticed_natively(what, threads):
     command = [*SURVIVOR, sys.executable, str(SCRIPT), "killed", what, str(threads)]
     done = launch(3, command, timeout=60, env=child_environment("jax", lean=True))

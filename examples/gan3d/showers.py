@@ -260,6 +260,7 @@ def main(argv=None):
     except Exception:  # whatever it was: the other ranks wait for this one, so it ends them all
         traceback.print_exc()
         sys.stderr.flush()
+        time.sleep(0.5)  # the launcher passes it on before it ends all
         comm.Abort(1)
         raise
 
