@@ -46,10 +46,10 @@ in turns. It shows what one gradient costs on its way from the framework to the 
 is included.
 
 **Training** (`python -m examples.cnn.benchmark`): `fit` on synthetic data, in turns with plain Keras on one rank. Each
-rank has one core and computes with one thread. TensorFlow's rows are of one inter-op thread, with which it hides no
-reduction; it gets two since then. Medians of the slowest rank. Efficiency is plain Keras' step divided by this one. On
-JAX and PyTorch it may exceed 1, because `init()` also lets glibc keep freed memory. The row of one rank alone shows how
-much is due to that.
+rank has one core and computes with one thread. TensorFlow has two inter-op threads; it had one, with which it hides no
+reduction, in the rows of HEP-CNN and Inception v3. Medians of the slowest rank. Efficiency is plain Keras' step divided
+by this one. On JAX and PyTorch it may exceed 1, because `init()` also lets glibc keep freed memory. The row of one rank
+alone shows how much is due to that.
 
 **Peers** (`make bench-peers`, or `python -m benchmarks.peers.compare` with some contenders): the same step with other
 ways to train on two ranks, in turns, each against its own step on one rank.
