@@ -72,7 +72,8 @@ def test_a_trial_says_which_way_plans_go(run_ranks, tmp_path):
     }
     done = run_ranks(2, [ROOT / "tests" / "ranks" / "choose_device_way.py"], env=env, lean=False)
     assert done.output.count("is done>") == 2
-    assert done.output.count("plans of GPUs are not tried nccl; rank 1: NCCL: ncclGetVersion failed") == 1
+    assert done.output.count("NCCL is not tried; rank 1: NCCL: ncclGetVersion failed") == 1
+    assert done.output.count("NCCL is not tried; rank 1: The GPU's driver: cuMemAlloc failed") == 1
 
 
 def _by_nccl(folder):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -55,18 +54,22 @@ def _way(plan: Plan, device: int) -> str:
         return known or "staged"
     begin, end, nbytes = _size_class(plan.nbytes)
     specs = [TensorSpec(str(number), (nbytes // _TENSORS // 4,), "float32") for number in range(_TENSORS)]
-    seconds = {"staged": math.inf, "nccl": math.inf}
-    for way, opening in (("staged", _open_staged), ("nccl", _open_nccl)):
-        trial = Plan(team, f"a trial, {way}", specs, "mean", False, None, True, False)
-        problem = opening(trial, device)
+    memory: list[Any] = []  # had before any trial: a rank that has none must not leave the others in one
+    trial = Plan(team, "a trial", specs, "mean", False, None, True, False)
+    problem = _try_on_all(trial, lambda: memory.append(_native.DeviceArray(device, nbytes)))
+    seconds = []
+    for opening in (_open_staged, _open_nccl):
+        problem = problem or opening(trial, device)
         if not problem:
-            seconds[way] = _seconds(trial, device)
-        trial.end()
-        if problem:
-            _say(team, f"plans of GPUs are not tried {way}; {problem}")
-            team.lacks_nccl = True  # not kept for the next job, which may have it
-            return "staged"
-    fastest = "nccl" if seconds["nccl"] * _GAIN < seconds["staged"] else "staged"
+            seconds.append(_seconds(trial, memory[0]))
+            trial.close_device()
+    trial.end()
+    if problem:
+        _say(team, f"NCCL is not tried; {problem}")
+        team.lacks_nccl = True  # not kept for the next job, which may have it
+        return "staged"
+    staged, by_nccl = seconds
+    fastest = "nccl" if by_nccl * _GAIN < staged else "staged"
     team.native.add_choice("device", begin, end, fastest)
     return fastest
 
@@ -83,18 +86,17 @@ def _size_class(nbytes: int) -> tuple[int, int, int]:
     )
 
 
-def _seconds(plan: Plan, device: int) -> float:
-    """Return how long a step takes, on the slowest rank. Collective."""
+def _seconds(plan: Plan, memory: Any) -> float:
+    """Return how long a step takes on the slowest rank, whose tensors are in this memory of its GPU. Collective."""
     each = plan.nbytes // len(plan.tensors)
-    tensors = _native.DeviceArray(device, plan.nbytes)
     taken = []
     for _ in range(_ROUNDS):
         plan.team.barrier()
         begin = time.perf_counter()
         for number in range(len(plan.tensors)):
-            plan.start_on(number, tensors.address + number * each, each, 1.0, tensors.stream)
-        plan.wait_on(tensors.stream)
-        tensors.finish()
+            plan.start_on(number, memory.address + number * each, each, 1.0, memory.stream)
+        plan.wait_on(memory.stream)
+        memory.finish()
         taken.append(time.perf_counter() - begin)
     slowest: float = max(plan.team.allgather_object(statistics.median(taken[1:]), "a trial"))
     return slowest

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,7 @@ def agree(plan: Any, device: int) -> bytes:
         problem, uuid = f"rank {team.ranks[team.rank]}: {error}", ""
     everyone = team.allgather_object([problem, uuid, number, may_share], "open_nccl")
     problems = [text for text, *_ in everyone if text]
-    sharing = len({uuid for _, uuid, *_ in everyone}) < team.size
-    if not problems and sharing and not all(may_share for *_, may_share in everyone):
+    if not problems and _share((uuid, may) for _, uuid, _, may in everyone):
         problems = [f"ranks share a GPU, and NCCL wants one for each; from 2.30 on {_SHARING}=1 lets them share"]
     if problems:
         raise _native.Error(problems[0])
@@ -88,5 +88,9 @@ def share_gpus(team: Any, device: int) -> bool:
         device: the number of this rank's GPU.
     """
     mine = [_native.visible_devices()[device][1], os.environ.get(_SHARING, "0") != "0"]
-    everyone = team.allgather_object(mine, "share_gpus")
-    return len({uuid for uuid, _ in everyone}) < team.size and not all(may for _, may in everyone)
+    return _share(team.allgather_object(mine, "share_gpus"))
+
+
+def _share(of_ranks: Iterable[tuple[str, bool]]) -> bool:
+    uuids, may = zip(*of_ranks, strict=True)
+    return len(set(uuids)) < len(uuids) and not all(may)
