@@ -73,6 +73,31 @@ print("FELL", int(before - resident()))
     assert int(output.partition("FELL ")[2].split()[0]) > 200, output
 
 
+def test_what_the_compiler_of_jax_left_is_given_back(run_ranks):
+    code = """
+import jax, numpy as np
+import keras_hpc
+from keras_hpc.backends import jax_compiling
+jax_compiling._LONG = 0
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+def given_back(function):
+    held = [np.ones(2**20) for _ in range(64)]  # 512 MiB
+    held = held[1::2] + held[-1:]  # with holes
+    before = resident()
+    jax.jit(function)(1.0)
+    return int(before - resident())
+keras_hpc.init()
+print("IN A JOB", given_back(lambda x: x * 2))
+keras_hpc.finalize()
+print("AFTER IT", given_back(lambda x: x * 3))
+"""
+    output = run_ranks(1, ["-c", code], backend="jax", env={"MALLOC_MMAP_MAX_": "0"}, mpi=False).output
+    within, after = (int(output.partition(words)[2].split()[0]) for words in ("IN A JOB", "AFTER IT"))
+    assert within > 200, output
+    assert after < 50, output
+
+
 _FREED = """
 import ctypes
 import sys

@@ -19,7 +19,7 @@ from jax._src import (
 )
 from jax.interpreters import mlir
 
-from keras_hpc.backends import jax_chain, jax_exchange, jax_ordered, library_path
+from keras_hpc.backends import jax_chain, jax_compiling, jax_exchange, jax_ordered, library_path
 from keras_hpc.backends import jax_pieces as pieces  # noqa: F401 (others use it)
 from keras_hpc.backends.jax_device import number_of_gpu
 from keras_hpc.backends.jax_device import sees_gpus as sees_gpus
@@ -68,6 +68,7 @@ def load() -> None:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform=platform)
         except jax.errors.JaxRuntimeError as error:
             raise ImportError(f"{path} does not fit jax {jax.__version__}: {error}") from error
+    jax_compiling.watch()
 
 
 def limit_threads(count: int, teams: int = 1) -> tuple[list[str], list[str]]:

@@ -137,7 +137,7 @@ def keep_no_longer() -> None:
     libc = ctypes.CDLL(None)
     for parameter, value in _USUAL.items():
         libc.mallopt(parameter, value)
-    libc.malloc_trim(0)
+    trim()
 
 
 def give_back() -> None:
@@ -145,4 +145,11 @@ def give_back() -> None:
     global _holds_more
     if _holds_more:
         _holds_more = False
-        ctypes.CDLL(None).malloc_trim(0)
+        trim()
+
+
+def trim() -> None:
+    """Give back to the kernel all pages of the heap that hold nothing; not with another C library than glibc."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
