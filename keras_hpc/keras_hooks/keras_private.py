@@ -69,6 +69,7 @@ REQUIRED = [
     f"{FUNCTIONAL}.input_spec",
     f"{_LAYER}._flatten_layers",
     f"{_CALLBACKS}.on_train_begin",
+    f"{_CALLBACKS}.on_epoch_begin",
     f"{_CALLBACKS}.on_epoch_end",
     f"{_CALLBACKS}.on_train_batch_end",
     f"{EPOCH_ITERATOR}.__init__",
