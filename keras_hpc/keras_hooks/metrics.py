@@ -273,8 +273,8 @@ def _warn_of_unknown(model: Any, merging: list[Any]) -> None:
             continue
         if in_python:
             log.warning(
-                f"The metric {name} counts in attributes of Python, which keras_hpc cannot merge: its value is the mean "
-                "of what each rank has of its own samples. Let it count in variables: "
+                f"The metric {name} counts in attributes of Python, which keras_hpc cannot merge: its value is the "
+                "mean of what each rank has of its own samples. Let it count in variables: "
                 '`self.total = self.add_variable((), "zeros")`.'
             )
         else:
