@@ -203,9 +203,13 @@ def _broadcast(members: Team, x: Any, root: Any) -> Any:
         objects += [i for i, leaf in enumerate(leaves) if values.is_number(leaf)]
         arrays = {} if variables else {i: values.array_of(leaves[i]) for i in set(range(len(leaves))) - set(objects)}
     if variables:
+        from keras_hpc.keras_hooks import replicas
         from keras_hpc.keras_hooks.variables import broadcast_variables
 
         broadcast_variables(members, variables, root)
+        for item in x if isinstance(x, (list, tuple)) else [x]:
+            if hasattr(item, "_flatten_layers"):
+                replicas.derive(item)
         if hasattr(x, "train_on_batch"):  # its optimizer follows with the next step, on all ranks
             current.job().known.model(x).synchronized = None
         return x

@@ -124,6 +124,11 @@ def _with_a_sample(batch: Any) -> Any:
     return keras.tree.map_structure(filled, batch)
 
 
+def keeps_states(model: Any) -> bool:
+    """Return whether a model has recurrent layers that go on, in a batch, from where the batch before has ended."""
+    return any(isinstance(layer, keras.layers.RNN) and layer.stateful for layer in model._flatten_layers())
+
+
 def fixed_batch(model: Any) -> int | None:
     """Return the only batch size that a model takes; None: any.
 

@@ -182,35 +182,6 @@ def test_a_metric_that_says_how_to_merge_is_right(caplog):
     assert ("Largest `unknown` keeps a state of its own" in caplog.text) == (job().rank == 0 and job().size > 1)
 
 
-class Listed(keras.metrics.Metric):
-    """Keeps what it gets in a list, as those of other libraries do, and so trains by Python."""
-
-    def __init__(self):
-        super().__init__(name="listed")
-        self.seen = []
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        self.seen.append(ops.convert_to_numpy(y_true))
-
-    def result(self):
-        return float(np.max(np.concatenate(self.seen))) if self.seen else 0.0
-
-    def reset_state(self):
-        self.seen = []
-
-
-@enough_on("torch")
-def test_a_metric_that_counts_in_python_is_the_mean_over_ranks(caplog):
-    model = dense()
-    model.compile("sgd", "mse", metrics=[Listed()], run_eagerly=True)
-    with caplog.at_level("WARNING", "keras_hpc"):
-        logs = model.fit(X, Y, batch_size=BATCH, verbose=0, shuffle=False).history
-    assert all(theirs == logs for theirs in everyone(logs))
-    own = [float(model.metrics[-1].metrics[0].result())]
-    assert logs["listed"] == [pytest.approx(np.mean(everyone(own)))]
-    assert ("counts in attributes of Python" in caplog.text) == (job().rank == 0 and job().size > 1)
-
-
 class Shares(keras.metrics.Metric):
     def __init__(self):
         super().__init__(name="shares")

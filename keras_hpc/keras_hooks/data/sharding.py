@@ -142,7 +142,8 @@ def _open(shard: Shard, team: Team, arguments: dict[str, Any]) -> Any:
     if shard.fixed is not None and shard.batch == "global" and shard.size > 1:
         raise ValueError(
             'With init(batch="global") ranks take parts of a batch, but this model takes batches of one size only. Use '
-            f'batch="local", or make the model without `batch_size`. Received: a batch size of {shard.fixed}'
+            'batch="local", or make the model without `batch_size`, which layers with stateful=True need. Received: a '
+            f"batch size of {shard.fixed}"
         )
     given = _pick(arguments, "y", "sample_weight", "class_weight")
     x, shuffle = arguments.get("x"), arguments.get("shuffle", False)
