@@ -266,7 +266,11 @@ def _variables(x: Any) -> list[Any]:
 
     if isinstance(x, keras.Variable):
         return [x]
-    if isinstance(x, (keras.Layer, keras.optimizers.Optimizer)):
+    if isinstance(x, keras.Layer):
+        from keras_hpc.keras_hooks.variables import buffers
+
+        return [*x.variables, *buffers(x)]
+    if isinstance(x, keras.optimizers.Optimizer):
         return list(x.variables)
     return []
 

@@ -195,7 +195,7 @@ def _restored(model: Any) -> Iterator[None]:
     """
     kept = (variable for optimizer in variables.optimizers_of(model) for variable in optimizer.variables)
     of_optimizers = [variable for variable in kept if len(variable.shape) == 0]
-    held = variables.unique([*model.variables, *model.metrics_variables, *of_optimizers])
+    held = variables.unique([*model.variables, *model.metrics_variables, *of_optimizers, *variables.buffers(model)])
     if keras.backend.backend() == "jax":  # which hands values on, and changes none
         held = []
     values = [np.array(backends.current().view(variable)) for variable in held]

@@ -88,3 +88,32 @@ def test_a_model_that_keeps_states_predicts_batch_after_batch():
         return model.predict(x, batch_size=8, verbose=0)
 
     assert_close([predicted()], [on_one_rank(predicted)])
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="about modules of PyTorch")
+def test_statistics_of_modules_of_pytorch_are_those_of_all():
+    import torch
+
+    class One(keras.utils.PyDataset):
+        def __len__(self):
+            return 1  # so other ranks than the first have no samples
+
+        def __getitem__(self, index):
+            return X, Y
+
+    def trained():
+        keras.utils.set_random_seed(8)
+        norm = torch.nn.BatchNorm1d(4)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.TorchModuleWrapper(norm), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(One(), verbose=0)
+        return model, norm.running_mean.numpy().copy()
+
+    alone = on_one_rank(lambda: trained()[1])
+    model, mean = trained()
+    assert_close([mean], [alone / job().size])
+    model.fit(X, Y, batch_size=BATCH, verbose=0)
+    keras_hpc.check_replicas(model)
+    together = model.predict(X, verbose=0)
+    with keras_hpc.local():
+        assert_close([together], [model.predict(X, verbose=0)], 1e-5)
