@@ -324,3 +324,16 @@ def test_samples_that_are_drawn_when_they_are_read_differ_by_rank(processes, mod
     for column in range(3):
         assert len(np.unique(rows[:, column])) == len(rows)
     assert sorted(rows[:, 3].tolist()) == sorted([*range(16)] * 2)
+
+
+def test_a_loader_goes_on_at_a_step_of_several_virtual_ranks():
+    torch = pytest.importorskip("torch")
+    from keras_hpc.keras_hooks.data.partition import Shard
+    from keras_hpc.keras_hooks.data.torch_loaders import _Part
+
+    loader = torch.utils.data.DataLoader(torch.arange(24), batch_size=6)
+    part = _Part(loader, Shard(1, 4, "global", turns=2))
+    batches = [batch.tolist() for batch in part]
+    part.passes.next, part.passes.first = 0, 2  # steps
+    assert len(batches) == 8
+    assert [batch.tolist() for batch in part] == batches[4:]
