@@ -203,9 +203,13 @@ def _broadcast(members: Team, x: Any, root: Any) -> Any:
         objects += [i for i, leaf in enumerate(leaves) if values.is_number(leaf)]
         arrays = {} if variables else {i: values.array_of(leaves[i]) for i in set(range(len(leaves))) - set(objects)}
     if variables:
+        from keras_hpc.keras_hooks import replicas
         from keras_hpc.keras_hooks.variables import broadcast_variables
 
         broadcast_variables(members, variables, root)
+        for item in x if isinstance(x, (list, tuple)) else [x]:
+            if hasattr(item, "_flatten_layers"):
+                replicas.derive(item)
         if hasattr(x, "train_on_batch"):  # its optimizer follows with the next step, on all ranks
             current.job().known.model(x).synchronized = None
         return x
@@ -262,7 +266,11 @@ def _variables(x: Any) -> list[Any]:
 
     if isinstance(x, keras.Variable):
         return [x]
-    if isinstance(x, (keras.Layer, keras.optimizers.Optimizer)):
+    if isinstance(x, keras.Layer):
+        from keras_hpc.keras_hooks.variables import buffers
+
+        return [*x.variables, *buffers(x)]
+    if isinstance(x, keras.optimizers.Optimizer):
         return list(x.variables)
     return []
 

@@ -16,6 +16,7 @@ class ModelState:
     Attributes:
         synchronized: how many variables it had when replicas were made equal; None: they were not, or not since it was
             compiled or loaded weights.
+        has_loaded: whether this rank has loaded weights since then.
         statistics_moved: grows with every model that trains on each rank's own data; 0: its statistics are averaged.
         step_modes: how the step functions that it holds were made.
         samples: this rank's in the last step of each kind, a number or a tensor; None: unknown.
@@ -31,6 +32,7 @@ class ModelState:
     """
 
     synchronized: int | None = None
+    has_loaded: bool = False
     statistics_moved: int = 0
     step_modes: dict[str, Any] = dataclasses.field(default_factory=dict)
     samples: dict[str, Any] = dataclasses.field(default_factory=dict)

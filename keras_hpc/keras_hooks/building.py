@@ -7,10 +7,12 @@ And tells what a model that is built can be given.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_hpc.job import current
 from keras_hpc.keras_hooks import keras_private, parts, running, variables
@@ -35,6 +37,15 @@ def install(job: Any, patcher: Any) -> None:
         return _symbolic_build
 
     patcher.patch(keras_private.get(keras_private.TRAINER), "_symbolic_build", from_a_sample)
+
+
+def batch_of(call: inspect.BoundArguments) -> Any:
+    """Return what a call of `train_on_batch` or `test_on_batch` was given, as arrays or tensors."""
+
+    def with_shape(leaf: Any) -> Any:
+        return leaf if leaf is None or (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) else np.asarray(leaf)
+
+    return keras.tree.map_structure(with_shape, tuple(call.arguments.get(name) for name in ("x", "y", "sample_weight")))
 
 
 def is_built(model: Any) -> bool:
@@ -111,6 +122,11 @@ def _with_a_sample(batch: Any) -> Any:
         return keras.KerasTensor((1, *shape[1:]), keras.backend.standardize_dtype(leaf.dtype))
 
     return keras.tree.map_structure(filled, batch)
+
+
+def keeps_states(model: Any) -> bool:
+    """Return whether a model has recurrent layers that go on, in a batch, from where the batch before has ended."""
+    return any(isinstance(layer, keras.layers.RNN) and layer.stateful for layer in model._flatten_layers())
 
 
 def fixed_batch(model: Any) -> int | None:

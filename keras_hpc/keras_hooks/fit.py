@@ -10,7 +10,8 @@ The only file that changes Keras' trainer, its iterator over data and its list o
    epoch and on whether a callback may end training after any batch, and start with equal replicas (`replicas`).
 5. The first step makes equal what only a step builds. Each step reduces in `Optimizer.apply` (`optimizer`).
 6. The logs of an epoch are those of all ranks (`metrics`); validation is an `evaluate`.
-7. `on_epoch_end`: ranks agree whether to stop; a `Checkpoint` saves. At the end all is made equal (`settling`).
+7. `on_epoch_end`: ranks agree whether to stop, as in `on_epoch_begin`; a `Checkpoint` saves. At the end all is made
+   equal (`settling`).
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def install(job: Any, patcher: Any) -> None:
     if job.virtual is not None and keras.backend.backend() == "torch":  # others hand the iterator to the step
         patcher.patch(iterator, "__next__", guards.batches_of_step)
     patcher.patch(callbacks, "on_train_begin", _on_train_begin)
+    patcher.patch(callbacks, "on_epoch_begin", _on_epoch_begin)
     patcher.patch(callbacks, "on_train_batch_begin", _on_train_batch_begin)
     patcher.patch(callbacks, "on_train_batch_end", _on_train_batch_end)
     patcher.patch(callbacks, "on_epoch_end", _on_epoch_end)
@@ -194,25 +196,16 @@ def _train_on_batch(original: Method) -> Method:
             if self.train_function is None or not replicas.was_synchronized(self):
                 # Where one rank has done it alone, it waits here in vain: the report of it says what for.
                 current.team_of(self).meet("Model.train_on_batch() after compile() or load_weights()")
-                building.build(self, _batch_of(signature, self, args, kwargs))
+                building.build(self, building.batch_of(signature.bind(self, *args, **kwargs)))
                 if not replicas.was_synchronized(self):
                     local_steps.forget_period(self)
                 replicas.synchronize(self)
-            parts.check_same_samples(self, _batch_of(signature, self, args, kwargs))
+            parts.check_same_samples(self, building.batch_of(signature.bind(self, *args, **kwargs)))
             result = original(self, *args, **kwargs)
             replicas.average_after_step(self)
             return result
 
     return train_on_batch
-
-
-def _batch_of(signature: inspect.Signature, model: Any, args: Any, kwargs: Any) -> Any:
-    given = signature.bind(model, *args, **kwargs).arguments
-    return keras.tree.map_structure(_with_shape, tuple(given.get(name) for name in ("x", "y", "sample_weight")))
-
-
-def _with_shape(leaf: Any) -> Any:
-    return leaf if leaf is None or (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) else np.asarray(leaf)
 
 
 def _test_on_batch(original: Method) -> Method:
@@ -223,7 +216,7 @@ def _test_on_batch(original: Method) -> Method:
         with running.running_call(running.Call("test_on_batch", self, current.active())):
             if current.active():
                 guards.refuse_batches("test_on_batch")
-                parts.check_same_samples(self, _batch_of(signature, self, args, kwargs))
+                parts.check_same_samples(self, building.batch_of(signature.bind(self, *args, **kwargs)))
             return original(self, *args, **kwargs)
 
     return test_on_batch
@@ -345,6 +338,17 @@ def _begin_together(call: running.Call, callbacks: Any) -> None:
             replicas.synchronize(model)
     else:
         step_functions.synchronize(model)
+
+
+def _on_epoch_begin(original: Method) -> Method:
+    @functools.wraps(original)
+    def on_epoch_begin(self: Any, epoch: int, logs: Any = None) -> None:
+        original(self, epoch, logs)
+        call = _fit_of(self)
+        if call is not None and call.active:
+            stopping.agree(call)  # Keras ends after the next batch, which callbacks need not look at
+
+    return on_epoch_begin
 
 
 def _on_train_batch_begin(original: Method) -> Method:

@@ -8,6 +8,7 @@ later.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from types import CodeType, ModuleType
 from typing import Any
@@ -69,6 +70,7 @@ REQUIRED = [
     f"{FUNCTIONAL}.input_spec",
     f"{_LAYER}._flatten_layers",
     f"{_CALLBACKS}.on_train_begin",
+    f"{_CALLBACKS}.on_epoch_begin",
     f"{_CALLBACKS}.on_epoch_end",
     f"{_CALLBACKS}.on_train_batch_end",
     f"{EPOCH_ITERATOR}.__init__",
@@ -278,6 +280,12 @@ def names_in(function: Any) -> set[str]:
         if callable(cell.cell_contents) and hasattr(cell.cell_contents, "__code__"):
             found |= names_in(cell.cell_contents)
     return found
+
+
+def names_in_own(cls: type) -> set[str]:
+    """Return all names that methods of a class mention, but for those that it has from Keras."""
+    own = [vars(base).values() for base in cls.__mro__ if not base.__module__.startswith("keras.")]
+    return {name for values in own for value in values if inspect.isfunction(value) for name in names_in(value)}
 
 
 def _check_mentions(owner: str, function: Any, attributes: tuple[str, ...]) -> None:

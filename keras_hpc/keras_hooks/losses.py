@@ -185,7 +185,7 @@ def find_sums(model: Any, adapter: Any) -> None:
     """
     state = current.job().known.model(model)
     state.added_sums = set()
-    if not any("add_loss" in keras_private.names_in(type(layer).call) for layer in model._flatten_layers()):
+    if not any("add_loss" in keras_private.names_in_own(type(layer)) for layer in model._flatten_layers()):
         return
     rows = adapter.rows(_ASKED_ROWS) if hasattr(adapter, "rows") else None
     if rows is None:

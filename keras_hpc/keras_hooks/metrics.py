@@ -107,12 +107,27 @@ def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> An
         )
     result = dict(result_or_logs(model, flat))
     final = _flat(model.get_metrics_result())
+    if any(map(_counts_in_python, _leaves(model.metrics))):
+        final |= _means(team, final)
     if result.keys() == final.keys():
         result = {name: final[name] for name in result}  # Keras knows none of a metric that gives several values
     else:
         for name, average, count in zip(scalars, averages, votes, strict=True):
             result[name] = final[name] if count == team.size else float(average)
     return result if flat.keys() == given.keys() else _nested(given, result)
+
+
+def _counts_in_python(metric: Any) -> bool:
+    """Return whether a metric of the user's own keeps nothing that ranks could merge."""
+    return not metric.variables and not type(metric).update_state.__module__.startswith("keras.")
+
+
+def _means(team: Any, values: dict[str, Any]) -> dict[str, float]:
+    """Return the means over ranks of those of the values that are numbers. Collective."""
+    numbers = {name: float(number) for name, value in values.items() if np.ndim(number := _number(value)) == 0}
+    means = np.array(list(numbers.values()), np.float64)
+    team.allreduce(means, op="mean")
+    return dict(zip(numbers, means.tolist(), strict=True))
 
 
 def _samples(model: Any) -> float:
@@ -250,10 +265,19 @@ def _warn_of_unknown(model: Any, merging: list[Any]) -> None:
     said = current.job().said
     for metric in _leaves(model.metrics):
         name = f"{type(metric).__name__} `{metric.name}`"
-        if metric in merging or name in said or _adds_up(metric):
+        in_python = _counts_in_python(metric)
+        if name in said or not (in_python or (metric not in merging and not _adds_up(metric))):
             continue
         said.add(name)
-        if current.team_of(model).rank == 0:
+        if current.team_of(model).rank > 0:
+            continue
+        if in_python:
+            log.warning(
+                f"The metric {name} counts in attributes of Python, which keras_hpc cannot merge: its value is the "
+                "mean of what each rank has of its own samples. Let it count in variables: "
+                '`self.total = self.add_variable((), "zeros")`.'
+            )
+        else:
             log.warning(
                 f"The metric {name} keeps a state of its own, which keras_hpc adds up over the ranks. If its state is "
                 'no sum, its value is wrong. Say so: `add_variable(..., aggregation="sum")`, "mean" or '

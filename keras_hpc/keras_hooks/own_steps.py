@@ -57,7 +57,9 @@ def has_own(model: Any, method: str) -> bool:
 
 def has_keras_loss(model: Any) -> bool:
     """Return whether a model computes its loss as Keras does."""
-    return type(model).compute_loss is keras_private.get(keras_private.TRAINER).compute_loss
+    of_keras = keras_private.backend_trainer()
+    names = ("compute_loss", "compute_loss_and_updates")  # the second one on JAX only
+    return all(getattr(type(model), name, None) is getattr(of_keras, name, None) for name in names)
 
 
 def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -187,8 +189,13 @@ def _twin(model: Any) -> running.Step:
 
 @contextlib.contextmanager
 def _restored(model: Any) -> Iterator[None]:
-    """Context after which a model's variables, and the numbers among its attributes, are as they were."""
-    held = variables.unique([*model.variables, *model.metrics_variables])
+    """Context after which a model's variables, and the numbers among its attributes, are as they were.
+
+    So are the numbers of its optimizers, as a learning rate that a step lowers; all else there only `apply` moves.
+    """
+    kept = (variable for optimizer in variables.optimizers_of(model) for variable in optimizer.variables)
+    of_optimizers = [variable for variable in kept if len(variable.shape) == 0]
+    held = variables.unique([*model.variables, *model.metrics_variables, *of_optimizers, *variables.buffers(model)])
     if keras.backend.backend() == "jax":  # which hands values on, and changes none
         held = []
     values = [np.array(backends.current().view(variable)) for variable in held]

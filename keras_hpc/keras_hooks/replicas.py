@@ -18,6 +18,7 @@ from keras_hpc.keras_hooks.variables import (
     accumulators,
     average,
     broadcast_variables,
+    buffers,
     check_same,
     digests,
     held_optimizers,
@@ -40,9 +41,10 @@ def install(job: Any, patcher: Any) -> None:
         def load_weights(model: Any, *args: Any, **kwargs: Any) -> Any:
             original(model, *args, **kwargs)
             loaded = set(map(id, model.variables))
+            job.known.model(model)  # which may be new
             for other, state in job.known.models():
                 if not loaded.isdisjoint(map(id, other.variables)):
-                    state.synchronized = None
+                    state.synchronized, state.has_loaded = None, True
 
         return load_weights
 
@@ -87,13 +89,21 @@ def synchronize(model: Any) -> bool:
     seeds = [generator.state for generator in seed_generators(model)]
     apart = known_apart()
     shared = [v for v in (*replicated_variables(model), *accumulators(model), *seeds) if id(v) not in apart]
-    differed = broadcast_variables(team, shared)
+    differed = broadcast_variables(team, [*shared, *buffers(model)])
+    derive(model)
     state = current.job().known.model(model)
-    state.synchronized = len(replicated_variables(model))
+    state.synchronized, state.has_loaded = len(replicated_variables(model)), False
     state.statistics_moved = 0
     for optimizer in optimizers_of(model):
         current.job().known.optimizer(optimizer).synchronized = True
     return differed
+
+
+def derive(layer: Any) -> None:
+    """Compute anew what layers keep beside their weights, which have other values now: as Keras when it loads them."""
+    for inner in layer._flatten_layers():
+        if isinstance(inner, keras.layers.Normalization) and inner.built and inner.input_mean is None:
+            inner.finalize_state()
 
 
 def synchronize_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -163,7 +173,8 @@ def average_statistics(model: Any) -> None:
         return
     for _, state in related:
         state.statistics_moved = 0
-    average(current.team_of(model), unique(v for m, _ in related for v in (*per_rank_state(m), *accumulators(m))))
+    kept = unique(v for m, _ in related for v in (*per_rank_state(m), *accumulators(m)))
+    average(current.team_of(model), [*kept, *(buffer for m, _ in related for buffer in buffers(m))])
 
 
 def average_after_step(model: Any) -> None:
@@ -172,7 +183,7 @@ def average_after_step(model: Any) -> None:
     Moving averages are linear: averaging now gives what averaging before evaluate or save would give. But this way
     `if rank() == 0: model.save(...)` needs no other rank.
     """
-    variables = per_rank_state(model)
+    variables = [*per_rank_state(model), *buffers(model)]
     if current.team_of(model).schedule.local is not None:
         return  # local steps send nothing: with the weights, before ranks look at them
     if variables:
@@ -197,8 +208,8 @@ def average_waiting_gradients(model: Any) -> None:
 def agree(model: Any, call: str) -> None:
     """Make replicas equal before a call of `evaluate` or `predict`, where they are not. Collective.
 
-    Weights that differ become the root's: it may have loaded them alone. Statistics that differ become their mean:
-    a loop of the user's own has trained on each rank's part of the data.
+    Weights that differ become the root's: it may have loaded them alone. Statistics that differ become their mean, if
+    no rank alone has loaded some: a loop of the user's own has trained on each rank's part of the data.
 
     Args:
         model: the model; what is not built yet is left out.
@@ -207,14 +218,18 @@ def agree(model: Any, call: str) -> None:
     team = current.team_of(model)
     statistics = per_rank_state(model)
     own = set(map(id, statistics))
+    statistics = [*statistics, *buffers(model)]
     weights = [v for v in (*replicated_variables(model), *accumulators(model)) if id(v) not in own]
+    state = current.job().known.model(model)
     mine = [xxhash.xxh3_128_hexdigest(digests(part).tobytes()) for part in (weights, statistics)]
-    everyone = team.allgather_object(mine, f"Model.{call}()")
-    if any(theirs[0] != everyone[0][0] for theirs in everyone):
+    everyone = team.allgather_object([*mine, state.has_loaded], f"Model.{call}()")
+    differ, statistics_differ, some_loaded = (len(set(theirs)) > 1 for theirs in zip(*everyone, strict=True))
+    if differ or (statistics_differ and some_loaded):
         synchronize(model)
-    elif any(theirs[1] != everyone[0][1] for theirs in everyone):
+    elif statistics_differ:
         average(team, statistics)
-    current.job().known.model(model).synchronized = len(replicated_variables(model))
+        derive(model)
+    state.synchronized, state.has_loaded = len(replicated_variables(model)), False
 
 
 def compare(team: Any, variables: Sequence[Any], values: Sequence[Any], when: str = "") -> None:

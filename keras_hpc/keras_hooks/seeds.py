@@ -5,6 +5,9 @@
 weights are those of one process. In a step, or where a model with weights is called, the numbers that come from Keras'
 seed generators are folded with the rank when they are drawn; the generators' states stay equal. Streams that cannot be
 folded, PyTorch's and TensorFlow's own, are exchanged for the rank's own during a step.
+
+Data that draw while they are read, as windows of a series or augmented images, would draw the same for each rank's own
+samples. So what a rank reads alone has random numbers of its own, and the generators then go on as on all ranks.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 import random
 import sys
-from collections.abc import Iterator
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import keras
 import numpy as np
@@ -25,7 +30,26 @@ from keras_hpc.job import current
 from keras_hpc.keras_hooks import keras_private, running
 from keras_hpc.spatial import run
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _MASK = 0x3FFFFFFF  # fits every dtype that Keras keeps seeds in
+
+
+class _Reading(threading.local):
+    number: int = 0  # what seeds are folded with where this thread reads data
+
+
+_reading = _Reading()
+_states = threading.RLock()  # held where states are exchanged for a reader's: TensorFlow reads in a thread of its own
+
+
+def _make_lock() -> None:
+    global _states
+    _states = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_make_lock)  # another thread may hold the parent's
 
 
 def install(job: Any, patcher: Any) -> None:
@@ -35,6 +59,8 @@ def install(job: Any, patcher: Any) -> None:
         @functools.wraps(original)
         def next_(self: Any, *args: Any, **kwargs: Any) -> Any:
             seed = original(self, *args, **kwargs)
+            if _reading.number:
+                return seed ^ _like(seed, _reading.number)
             if not _draws_by_rank():
                 return seed
             step = running.step()
@@ -84,16 +110,93 @@ def agree(team: Any, what: str) -> None:
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """Afterwards the generators that scripts draw from are as they were before."""
+def kept() -> Iterator[Callable[[], bool]]:
+    """Afterwards the generators that scripts draw from are as they were before. Gives a function: is any other now?"""
     before = host_states()
+
+    def have_moved() -> bool:
+        return any(not np.array_equal(before.get(name, ()), state) for name, state in host_states().items())
+
     try:
-        yield
+        yield have_moved
     finally:
         for name, state in before.items():
             set_host_state(name, state)
 
 
+@contextlib.contextmanager
+def of_reader(*key: int) -> Iterator[None]:
+    """Inside, generators give numbers of their own to what is read; afterwards they are as they were before.
+
+    Args:
+        key: numbers that no other reader has, or other samples.
+    """
+    torch = sys.modules.get("torch")
+    with _states:
+        python, numpy = random.getstate(), np.random.get_state()
+        outside = None if torch is None else torch.get_rng_state()
+        before = _reading.number
+        try:
+            _reading.number = begin_reading(*key) & _MASK
+            yield
+        finally:
+            _reading.number = before
+            random.setstate(python)
+            np.random.set_state(numpy)
+            if torch is not None:
+                torch.set_rng_state(outside)
+
+
+def begin_reading(*key: int) -> int:
+    """Seed the generators for a reader. Return the seed."""
+    seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+    random.seed(seed)
+    numpy: Any = np.random.get_state()
+    if numpy[0] == "MT19937":
+        np.random.seed(seed)
+    if "torch" in sys.modules:
+        begin_torch(*key)
+    return seed
+
+
+def begin_torch(*key: int) -> None:
+    """Seed PyTorch's generator for a reader."""
+    import torch
+
+    torch.default_generator.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
+
+
+@contextlib.contextmanager
+def of_next_reader(rank: int) -> Iterator[None]:
+    """The same where nobody counts what is read: the key is NumPy's state, which moves on if something is drawn."""
+
+    def now() -> list[Any]:
+        torch = sys.modules.get("torch")
+        numpy: Any = np.random.get_state()
+        return [random.getstate(), numpy[2], None if torch is None else torch.get_rng_state().tolist()]
+
+    with _states:
+        state: Any = np.random.get_state()
+        _, words, position, *_ = state
+        digest = hashlib.sha256(b"%d" % position + words.tobytes()).digest()
+        with of_reader(int.from_bytes(digest[:8], "little"), rank):
+            begun = now()
+            yield
+            drawn = begun != now()
+        if drawn:
+            np.random.random()
+
+
+def _undisturbed(function: Callable[P, T]) -> Callable[P, T]:
+    @functools.wraps(function)
+    def locked(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _states:
+            return function(*args, **kwargs)
+
+    return locked
+
+
+@_undisturbed
 def host_states() -> dict[str, np.ndarray]:
     """Return the states of all generators that scripts, data sets and layers without a seed draw from."""
     version, words, gauss = random.getstate()
@@ -114,6 +217,7 @@ def host_states() -> dict[str, np.ndarray]:
     return states
 
 
+@_undisturbed
 def set_host_state(name: str, value: np.ndarray) -> None:
     """Put back one of what `host_states` returns."""
     tensorflow, torch = sys.modules.get("tensorflow"), sys.modules.get("torch")

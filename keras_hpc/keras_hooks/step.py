@@ -19,6 +19,7 @@ import keras
 
 from keras_hpc.job import current
 from keras_hpc.keras_hooks import building, layer_states, losses, normalization, own_steps, running, seeds
+from keras_hpc.keras_hooks.variables import buffers
 
 StepFunction = Callable[..., Any]
 Begin = Callable[[Any], contextlib.AbstractContextManager[running.Step]]
@@ -59,7 +60,8 @@ def mode_of(kind: str, model: Any) -> Mode:
     if not current.active() or (call is not None and call.own_data):
         return PLAIN
     shared_out = hasattr(adapter, "may_be_empty")
-    rows = building.fixed_batch(model) or 1
+    # For one row, PyTorch's own layers refuse to normalize a batch.
+    rows = building.fixed_batch(model) or (2 if keras.backend.backend() == "torch" else 1)
     if current.job().virtual is not None:
         return Mode(True, True, True, rows, virtual=True)
     # What ranks exchange in a step would be all that they send in local steps.
@@ -159,7 +161,7 @@ def _torch_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
         count = batch_size(data)
         empty = isinstance(count, int) and count == 0
         with begin(count) as this:
-            variables = _own_state(this) if empty else []
+            variables = [*_own_state(this), *buffers(this.model)] if empty else []
             before = [keras.ops.copy(variable.value) for variable in variables]
             logs = step([zeros(data, rows) if empty else data])
         for variable, value in zip(variables, before, strict=True):

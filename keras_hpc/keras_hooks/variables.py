@@ -53,6 +53,16 @@ def per_rank_state(model: Any) -> list[keras.Variable]:
     return unique(v for layer in layers for v in layer._non_trainable_variables if id(v) not in local)
 
 
+def buffers(model: Any) -> list[Any]:
+    """Return what modules of PyTorch inside a model keep beside their weights; none on other backends."""
+    if keras.backend.backend() != "torch":
+        return []
+    from keras_hpc.backends import torch_buffers
+
+    found: list[Any] = torch_buffers.of(model)
+    return found
+
+
 def known_local() -> set[int]:
     """Return the ids of the variables that `keep_local` keeps different on each rank."""
     return {id(variable) for layer in current.job().known.local_layers() for variable in layer.variables}

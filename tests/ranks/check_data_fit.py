@@ -3,6 +3,7 @@
 """`fit`, validation, `evaluate` and `predict` on data that keras_hpc shares out; what is said and what is refused."""
 
 import logging
+import random
 
 import keras
 import numpy as np
@@ -247,3 +248,92 @@ def test_empty_data_are_refused():
 def test_same_shapes_with_other_contents_are_noticed(notices):
     opened(np.full((20, 3), job().rank), np.zeros(20))
     assert any("different contents" in text for text in notices()) == (job().rank == 0 and job().size > 1)
+
+
+class Windows(keras.utils.PyDataset):
+    """Draws the rows of a batch when it is read, whatever its number."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.drawn = []
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        rows = np.random.randint(SAMPLES, size=6)
+        self.drawn.append([*rows.tolist(), random.random()])
+        x, y = data()
+        return x[rows], y[rows]
+
+
+def rows_of_all(drawn):
+    """What ranks have drawn, once the first batch was read to compare them."""
+    return [str(rows) for theirs in everyone(drawn) for rows in theirs[1:]]
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}], ids=["in turn", "by threads"])
+@pytest.mark.parametrize("mode", ["local"], indirect=True)
+def test_batches_that_are_drawn_when_they_are_read_differ_by_rank(options, mode):
+    keras.utils.set_random_seed(3)
+    source = Windows(**options)
+    compiled()().fit(source, epochs=2, shuffle=False, verbose=0)
+    assert len(set(rows_of_all(source.drawn))) >= 16  # TensorFlow reads more, for their shapes
+    assert len(set(everyone(np.random.random()))) == 1
+
+
+def test_batches_of_a_loop_that_are_drawn_when_they_are_read_differ_by_rank():
+    keras.utils.set_random_seed(3)
+    source = Windows()
+    for _ in range(2):
+        part = keras_hpc.shard(source)
+        assert len([part[index] for index in range(len(part))]) == 8 // job().size
+    found = rows_of_all([[], *source.drawn])
+    assert len(set(found)) == len(found)
+    assert len(set(everyone(np.random.random()))) == 1
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="sees samples in layers")
+@pytest.mark.parametrize("processes", [0, 2])
+def test_samples_that_are_drawn_when_they_are_read_differ_by_rank(processes, mode):
+    torch = pytest.importorskip("torch")
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, index):
+            numbers = [np.random.random(), random.random(), float(torch.rand(()))]
+            return np.float32([*numbers, index, 0, 0]), np.int64(0)
+
+    class Seeing(keras.layers.Layer):
+        def call(self, x):
+            if hasattr(x, "numpy"):
+                seen.extend(x.numpy()[:, :4].tolist())
+            return x
+
+    seen = []
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((6,)), Seeing(), keras.layers.Dense(3)])
+    model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+    seen.clear()
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=4, shuffle=True, num_workers=processes)
+    model.fit(loader, epochs=2, verbose=0)
+    rows = np.array([row for theirs in everyone(seen) for row in theirs])
+    rows = rows[(rows[:, 0] > 0) & (rows[:, 0] < 1)]  # others have built the model
+    for column in range(3):
+        assert len(np.unique(rows[:, column])) == len(rows)
+    assert sorted(rows[:, 3].tolist()) == sorted([*range(16)] * 2)
+
+
+def test_a_loader_goes_on_at_a_step_of_several_virtual_ranks():
+    torch = pytest.importorskip("torch")
+    from keras_hpc.keras_hooks.data.partition import Shard
+    from keras_hpc.keras_hooks.data.torch_loaders import _Part
+
+    loader = torch.utils.data.DataLoader(torch.arange(24), batch_size=6)
+    part = _Part(loader, Shard(1, 4, "global", turns=2))
+    batches = [batch.tolist() for batch in part]
+    part.passes.next, part.passes.first = 0, 2  # steps
+    assert len(batches) == 8
+    assert [batch.tolist() for batch in part] == batches[4:]

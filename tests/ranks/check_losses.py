@@ -29,6 +29,9 @@ class Adds(keras.layers.Layer):
         self.loss = loss
 
     def call(self, x):
+        return self.measured(x)
+
+    def measured(self, x):  # which `call` alone does not show
         self.add_loss(self.loss(x))
         return x
 
@@ -171,6 +174,8 @@ class OwnStep(keras.Model):
 
         def train_step(self, data):
             x, y = data
+            rate = self.optimizer.learning_rate
+            rate.assign(0.9 * rate)  # the trial of the step must leave it alone
             if BACKEND == "tensorflow":
                 import tensorflow as tf
 

@@ -91,8 +91,20 @@ def two_optimizers():
     return model
 
 
+class Asking(keras.Model):
+    """Asks for a mean that needs no gradient, after the update."""
+
+    def train_step(self, state, data):
+        logs, state = super().train_step(state, data)
+        return {"loss": keras_hpc.allreduce(logs["loss"])}, state
+
+
+def asking():
+    return one_output(Asking)
+
+
 def ends(jaxpr, known, found):
-    """Appends to `found` the plans that a program ends, each with those that end before it.
+    """Appends to `found` the plans and calls that a program ends, each with those that end before it.
 
     Args:
         jaxpr: the program.
@@ -112,6 +124,9 @@ def ends(jaxpr, known, found):
         if eqn.params.get("target") == "khpc_jax_done":
             found.append((eqn.params["plan"], before))
             results = [before | {eqn.params["plan"]}] * len(eqn.outvars)
+        elif eqn.primitive.name == "keras_hpc_allreduce":
+            found.append((eqn.params["what"], before))
+            results = [before | {eqn.params["what"]}] * len(eqn.outvars)
         inner = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
         if inner is not None:
             inner = getattr(inner, "jaxpr", inner)
@@ -121,7 +136,7 @@ def ends(jaxpr, known, found):
     return [of([atom]) for atom in jaxpr.outvars]
 
 
-@pytest.mark.parametrize("make", [one_output, own_step, several_outputs, two_optimizers])
+@pytest.mark.parametrize("make", [one_output, own_step, several_outputs, two_optimizers, asking])
 def test_each_plan_ends_after_the_one_before(make):
     """Ranks with other numbers of samples have other programs, in which independent plans may come in another order."""
     import jax

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 from keras import tree
 
-from keras_hpc.keras_hooks import keras_private
+from keras_hpc.keras_hooks import keras_private, seeds
 
 _is_tf_dataset = keras_private.adapter(":is_tf_dataset")
 
@@ -67,7 +67,8 @@ class _PyDatasetPart(keras.utils.PyDataset):  # type: ignore[misc]
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self._source[index * self._size + self._rank]
+        with seeds.of_next_reader(self._rank):
+            return self._source[index * self._size + self._rank]
 
     def on_epoch_begin(self) -> None:
         self._source.on_epoch_begin()

@@ -22,8 +22,8 @@ def predict(original: Callable[..., Any], model: Any, arguments: dict[str, Any])
     """Return on every rank the outputs for all of `x`, in the order of `x`. Collective.
 
     Of arrays that are the same on all ranks, each computes one contiguous block. Where they are not, each rank gets
-    the outputs for its own. So it does of other sources, and of models whose outputs are not one row for each row of
-    input. Callbacks see this rank's batches only.
+    the outputs for its own. So it does of other sources, of models whose outputs are not one row for each row of
+    input, and of those that keep states from batch to batch. Callbacks see this rank's batches only.
 
     Args:
         original: Keras' `predict`.
@@ -50,7 +50,7 @@ def predict(original: Callable[..., Any], model: Any, arguments: dict[str, Any])
             "With init(spatial=) the ranks of a group compute the same samples, so predict needs the same data on all "
             "ranks. Received: other data, or another batch_size, on some ranks"
         )
-    if not samples or differ:
+    if not samples or differ or building.keeps_states(model):
         return here()
     fixed = building.fixed_batch(model)
     start, stop = Shard(team.replica, team.replicas, fixed=fixed).part(samples)

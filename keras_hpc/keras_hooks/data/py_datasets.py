@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import keras
 import numpy as np
 
 from keras_hpc.data import Dataset
-from keras_hpc.keras_hooks import keras_private
+from keras_hpc.keras_hooks import keras_private, seeds
 from keras_hpc.keras_hooks.data import rows
 from keras_hpc.keras_hooks.data.arrays import digest
 from keras_hpc.keras_hooks.data.partition import Partition, Passes, Shard
@@ -28,9 +29,17 @@ class _Pass(keras.utils.PyDataset):  # type: ignore[misc]
         shard: where this rank stands.
         order: the order of the batches, the same on every rank; `None` leaves them as they are.
         first: the step that the pass begins with.
+        key: names the pass, where what is read draws random numbers of each rank's own; None: it does not.
     """
 
-    def __init__(self, source: Any, shard: Shard, order: np.ndarray | None = None, first: int = 0) -> None:
+    def __init__(
+        self,
+        source: Any,
+        shard: Shard,
+        order: np.ndarray | None = None,
+        first: int = 0,
+        key: tuple[int, int] | None = None,
+    ) -> None:
         if isinstance(source, Dataset):
             super().__init__(source.readers, False, source.ahead)
         else:
@@ -39,6 +48,7 @@ class _Pass(keras.utils.PyDataset):  # type: ignore[misc]
         self.shard = shard
         self.order = order
         self.first = first
+        self.key = key
 
     @property
     def num_batches(self) -> int | None:
@@ -49,6 +59,10 @@ class _Pass(keras.utils.PyDataset):  # type: ignore[misc]
         step, turn = divmod(index, self.shard.turns)
         step += self.first
         shard = self.shard.each[turn]
+        with contextlib.nullcontext() if self.key is None else seeds.of_reader(*self.key, step, shard.rank):
+            return self._part(step, shard)
+
+    def _part(self, step: int, shard: Shard) -> Any:
         if isinstance(self.source, Dataset):
             return _of_files(self.source, step, shard)
         if shard.batch == "global":
@@ -99,6 +113,9 @@ class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc, valid-type]
         self.enqueuer = None
         self.shuffle = shuffle and batches is not None and not isinstance(source, Dataset)  # which has its own order
         self.seed = 0
+        self.draws = False  # whether it draws random numbers while it is read
+        # Of a batch that all ranks read and cut, they need the same ones.
+        self.reads_alone = shard.batch == "local" or isinstance(source, Dataset)
         self.passes = Passes()
         self.step_size = shard.steps_apart
         self.turns = shard.turns
@@ -144,7 +161,8 @@ class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc, valid-type]
         if self.shuffle:
             batches = Partition(source.num_batches, 1, shard)
             order = batches.order(True, self.seed, epoch)
-        for batch in _read(_Pass(source, shard, order, first)):
+        key = (self.seed, epoch) if self.draws and self.reads_alone else None
+        for batch in _read(_Pass(source, shard, order, first, key)):
             yield self._standardize_batch(batch)
             self.passes.next = epoch + 1  # Not before: see `arrays.ShardedArrays`.
 
@@ -155,6 +173,9 @@ def _read(part: _Pass) -> Iterator[Any]:
     if not (part.workers > 1 or (part.workers > 0 and part.use_multiprocessing)):
         yield from (part[step] for step in steps)
         return
+    if part.key is not None and not part.use_multiprocessing:  # threads, which draw from the same generators at a time
+        seeds.begin_reading(*part.key, part.shard.rank)
+        part.key = None
     enqueuer = OrderedEnqueuer(part, part.workers, part.use_multiprocessing, part.max_queue_size)
     enqueuer.start()
     try:

@@ -58,9 +58,11 @@ def adapter_for(job: Job, team: Team, call: running.Call, arguments: dict[str, A
     if adapter is None:
         _raise_if_different(_exchange(team, {"data": None}, what))
         return None
-    with seeds.kept():  # a data set may draw while its first batch is read
-        mine = {"data": adapter.fingerprint, "content": adapter.content() if team.size > 1 else ""}
-    if adapter.shuffle:
+    with seeds.kept() as have_moved:  # a data set may draw while its first batch is read
+        several = team.size > 1 or (shard.turns > 1 and hasattr(adapter, "draws"))
+        mine = {"data": adapter.fingerprint, "content": adapter.content() if several else ""}
+        mine["draws"] = several and have_moved()
+    if adapter.shuffle or mine["draws"]:
         # From NumPy's generator, which `keras.utils.set_random_seed` seeds; rank 0's is taken.
         mine["seed"] = int(np.random.randint(2**62, dtype=np.int64))
     everyone = _exchange(team, mine, what)
@@ -74,8 +76,9 @@ def adapter_for(job: Job, team: Team, call: running.Call, arguments: dict[str, A
         call.own_data = True  # what each rank asks for
         return None
     _raise_if_different(everyone)
-    if adapter.shuffle:
+    if "seed" in everyone[0]:
         adapter.seed = everyone[0]["seed"]
+    adapter.draws = any(other["draws"] for other in everyone)
     _warn(team, adapter, differ)
     if call.kind == "fit" and not call.announced and team.size > 1 and team.rank == 0:
         log.info(f"{adapter.summary}; {team.size} ranks.")
@@ -139,7 +142,8 @@ def _open(shard: Shard, team: Team, arguments: dict[str, Any]) -> Any:
     if shard.fixed is not None and shard.batch == "global" and shard.size > 1:
         raise ValueError(
             'With init(batch="global") ranks take parts of a batch, but this model takes batches of one size only. Use '
-            f'batch="local", or make the model without `batch_size`. Received: a batch size of {shard.fixed}'
+            'batch="local", or make the model without `batch_size`, which layers with stateful=True need. Received: a '
+            f"batch size of {shard.fixed}"
         )
     given = _pick(arguments, "y", "sample_weight", "class_weight")
     x, shuffle = arguments.get("x"), arguments.get("shuffle", False)

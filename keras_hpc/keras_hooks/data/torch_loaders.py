@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from keras_hpc.keras_hooks import keras_private
+from keras_hpc.keras_hooks import keras_private, seeds
 from keras_hpc.keras_hooks.data import rows
 from keras_hpc.keras_hooks.data.arrays import digest
 from keras_hpc.keras_hooks.data.partition import Passes, Shard, deal
@@ -50,6 +51,15 @@ class ShardedDataLoader(TorchDataLoaderAdapter):  # type: ignore[misc, valid-typ
         self._dataloader.seed = seed
 
     @property
+    def draws(self) -> bool:
+        """Whether samples draw random numbers while they are read."""
+        return self._dataloader.draws
+
+    @draws.setter
+    def draws(self, draws: bool) -> None:
+        self._dataloader.draws = draws
+
+    @property
     def summary(self) -> str:
         """What was decided, in a few words."""
         how = "dealt to ranks one by one" if self.shard.batch == "local" else "each cut among the ranks"
@@ -86,6 +96,7 @@ class _Part:
         self.loader = loader
         self.shard = shard
         self.seed = 0
+        self.draws = False
         self.passes = Passes()
 
     def __iter__(self) -> Iterator[Any]:
@@ -95,7 +106,9 @@ class _Part:
             torch.manual_seed((self.seed + epoch) % 2**63)
             streams = self.loader.batch_sampler is None or isinstance(self.loader.dataset, IterableDataset)
             batches = (
-                itertools.islice(self._stream(), begin * self.shard.turns, None) if streams else self._chosen(begin)
+                itertools.islice(self._stream(), begin * self.shard.turns, None)
+                if streams
+                else self._chosen(begin, (self.seed, epoch))
             )
             first = next(batches, None)
         while first is not None:
@@ -109,21 +122,30 @@ class _Part:
             return deal(self.loader, rows.empty_like, self.shard)
         return (rows.mine(batch, one) for batch in self.loader for one in self.shard.each)
 
-    def _chosen(self, begin: int) -> Iterator[Any]:
-        """An indexable data set: the rank loads its own samples only, from the step `begin` on."""
+    def _chosen(self, begin: int, key: tuple[int, int]) -> Iterator[Any]:
+        """An indexable data set: the rank loads its own samples only, from the step `begin` on.
+
+        Args:
+            begin: number of a step.
+            key: names the pass.
+        """
         loader, shard = self.loader, self.shard
         chosen: Iterator[list[int]] = map(list, list(loader.batch_sampler))
         if shard.batch == "local":
             indices = list(deal(chosen, lambda _: [], shard))
         else:
             indices = [batch[slice(*one.part(len(batch)))] for batch in chosen for one in shard.each]
-        indices = indices[begin:]
-        loaded = iter(_with_indices(loader, [batch for batch in indices if batch]))
+        if shard.size > 1:
+            seeds.begin_torch(*key, shard.rank)  # from which a loader seeds its processes
+        loaded = iter(_with_indices(loader, [batch for batch in indices[begin * shard.turns :] if batch]))
         empty = None
-        for batch in indices:
-            if not batch and empty is None:
-                empty = rows.empty_like(loader.collate_fn([loader.dataset[0]]))
-            yield next(loaded) if batch else empty
+        for number, batch in itertools.islice(enumerate(indices), begin * shard.turns, None):
+            step, turn = divmod(number, shard.turns)
+            with seeds.of_reader(*key, step, shard.rank + turn) if self.draws else contextlib.nullcontext():
+                if not batch and empty is None:
+                    empty = rows.empty_like(loader.collate_fn([loader.dataset[0]]))
+                taken = next(loaded) if batch else empty
+            yield taken
 
 
 def _with_indices(loader: DataLoader[Any], batches: list[list[int]]) -> DataLoader[Any]:

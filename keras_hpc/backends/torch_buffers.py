@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch: what modules of PyTorch inside a model keep beside their weights, as moving statistics."""
+
+from typing import Any
+
+import keras
+import torch
+
+
+class Buffer:
+    """A buffer of a module, with what others ask of a variable of Keras.
+
+    Args:
+        path: its name in the model.
+        value: the tensor.
+    """
+
+    aggregation = "none"
+
+    def __init__(self, path: str, value: torch.Tensor) -> None:
+        self.path = self.name = path
+        self.value = value
+
+    @property
+    def dtype(self) -> str:
+        """The name of its dtype."""
+        return str(keras.backend.standardize_dtype(self.value.dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.value.shape)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def assign(self, value: Any) -> None:
+        """Set it."""
+        self.value.copy_(torch.as_tensor(value))
+
+
+def of(model: Any) -> list[Buffer]:
+    """Return the buffers of all modules in a model, which Keras does not count among its variables."""
+    layers = model._flatten_layers()
+    named = [(f"{layer.name}/{name}", value) for layer in layers for name, value in layer.named_buffers()]
+    return [Buffer(*one) for one in {id(value): (name, value) for name, value in named}.values()]
