@@ -323,6 +323,15 @@ def test_the_limits_of_control_groups_are_known(tmp_path):
     )
     first = _native.control_group(str(tmp_path / "first"))
     assert (first.memory_limit, first.memory_left, first.cores) == (4096, 0, 3.0)
+    write(  # it sees the tree of a neighbour whose name its own begins with
+        tmp_path / "beside",
+        {
+            "proc/self/cgroup": "0::/job_123\n",
+            "proc/self/mountinfo": "30 1 0:26 /job_1 /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+            "sys/fs/cgroup/memory.max": "4096\n",
+        },
+    )
+    assert _native.control_group(str(tmp_path / "beside")).memory_limit == 4096
     nothing = _native.control_group(str(tmp_path))
     assert nothing.memory_left == 2**64 - 1
     assert nothing.cores == float("inf")
