@@ -118,8 +118,19 @@ void Team::fail(std::exception_ptr error) {
   withdraw(text.c_str());
 }
 
+// There is an error: when it returns nobody works on any lane any more.
+void Team::await_lanes() const {
+  for (const auto& lane : lanes_) const std::lock_guard lock(lane->mutex);
+}
+
+void Team::throw_if_failed() const {
+  if (!failure_->is_set()) return;
+  await_lanes();
+  failure_->throw_if_set();
+}
+
 void Team::withdraw(const char* why) {
-  for (const auto& lane : lanes_) const std::lock_guard lock(lane->mutex);  // nobody works on it any more
+  await_lanes();
   if (Exchanges* exchanges = exchanges_of_all_) exchanges->withdraw();
   std::vector<AsyncWait> waiting;
   {
@@ -163,7 +174,10 @@ std::shared_ptr<Plan> Team::make_plan(const std::string& name, const std::vector
         item += ", to rank " + std::to_string(share.rank) + " up to " + std::to_string(share.end);
   }
   agree("The tensors of plan '" + name + "'", items);
-  const auto algorithm_for = [this](size_t nbytes) { return allreduce_->algorithm_for(nbytes, true); };
+  // A measurement that fails may do so on this rank alone.
+  const auto algorithm_for = [this](size_t nbytes) {
+    return guarded([&] { return allreduce_->algorithm_for(nbytes, true); });
+  };
   const auto plan = sharing([&] {
     return std::make_shared<Plan>(context_, next_plan_++, name, tensors, options, static_cast<int>(lanes_.size()),
                                   algorithm_for, *transport_, *control_);
@@ -261,7 +275,7 @@ void Team::end_plan(Plan& plan) {
 }
 
 void Team::start(Plan& plan, int tensor, void* data, double weight) {
-  failure_->throw_if_set();
+  throw_if_failed();
   const auto begin = trace::enabled ? Clock::now() : Clock::time_point();
   const Plan::Started started = plan.start(tensor, data, weight);
   if (trace::enabled) trace::record(plan.tensors()[at(tensor)].name, "start", number(), begin);
