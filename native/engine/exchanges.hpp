@@ -53,6 +53,7 @@ class Exchanges {
   bool advance();
   bool write(Stream& stream);
   bool read(Stream& stream, const Operation& operation);
+  bool has_come(Message& message, const Operation& operation) const;
   void check(const Header& header, const Operation& operation, int rank) const;
   void finish(Operation& operation);
   std::string name_of(uint32_t exchange, bool adjoint) const;

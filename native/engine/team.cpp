@@ -7,7 +7,6 @@
 #include <cstring>
 #include <exception>
 #include <functional>
-#include <set>
 #include <system_error>
 
 #include "common/error.hpp"
@@ -42,21 +41,22 @@ Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& 
   Pending::free_finished();  // of teams before that have failed
   transport_->set_time_limit(options.timeout_seconds);
   const auto local = at(topology().local_size());
-  bells_ = transport_->open_segment(*control_, local * (2 * sizeof(Bell) + sizeof(Seat)));
+  constexpr int kinds = 3;  // of bells: see TeamContext
+  bells_ = transport_->open_segment(*control_, local * (kinds * sizeof(Bell) + sizeof(Seat)));
   auto* bells = reinterpret_cast<Bell*>(bells_->data());
   bells[topology().local_rank].process = ProcessId::mine();
-  Bell* callers = bells + local;
-  failure_.emplace(topology(), bells, callers, options.grace_seconds);
+  failure_.emplace(topology(), bells, kinds, options.grace_seconds);
   context_.number = number;
   context_.topology = &topology();
   context_.bells = bells;
-  context_.callers = callers;
+  context_.callers = bells + local;
+  context_.exchangers = bells + 2 * local;
   context_.timeout_seconds = options_.timeout_seconds;
   context_.stall_seconds = options_.stall_seconds;
   context_.activity = &activity_;
   context_.failure = &*failure_;
   context_.asynchronous_waits = &asynchronous_waits_;
-  auto* seats = reinterpret_cast<Seat*>(callers + local);
+  auto* seats = reinterpret_cast<Seat*>(bells + kinds * local);
   seats[topology().local_rank] = Seat::mine();
   barrier();
   context_.patience = options_.patience.value_or(patience_of(seats, topology().local_size()));
@@ -368,39 +368,6 @@ void Team::allreduce(void* data, int64_t count, DType dtype, Op op, std::optiona
     fail(std::current_exception());
     throw;
   }
-}
-
-std::vector<PlanProgress> Team::progress_of_plans() const {
-  std::vector<PlanProgress> all;
-  const std::lock_guard lock(plans_mutex_);
-  for (const auto& plan : plans_) all.push_back(plan->progress());
-  return all;
-}
-
-TeamReport Team::report() const {
-  TeamReport report;
-  report.exposed_seconds = exposed_seconds_;
-  report.progress_seconds = progress_seconds_;
-  report.segment_bytes = allreduce_->segment_bytes() / at(topology().local_size());
-  std::set<std::string> algorithms;
-  if (const Exchanges* exchanges = exchanges_of_all_)
-    report.segment_bytes += exchanges->segment_bytes() / at(topology().local_size());
-  const std::lock_guard lock(plans_mutex_);
-  report.steps = ended_plans_.executions;
-  report.bytes = ended_plans_.bytes;
-  report.wire_seconds = ended_plans_.seconds;
-  for (const auto& plan : plans_) {
-    report.segment_bytes += plan->segment_bytes() / at(topology().local_size());
-    const PlanTotals totals = plan->totals();
-    report.steps += totals.executions;
-    report.bytes += totals.bytes;
-    report.wire_seconds += totals.seconds;
-    report.plan_bytes += plan->layout().nbytes();
-    for (const Algorithm algorithm : plan->algorithms()) algorithms.insert(name_of(algorithm));
-  }
-  if (topology().local_size() > 1) report.algorithm = "shared memory";
-  for (const std::string& name : algorithms) report.algorithm += (report.algorithm.empty() ? "" : ", ") + name;
-  return report;
 }
 
 }  // namespace keras_hpc
