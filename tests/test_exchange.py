@@ -198,6 +198,26 @@ def test_no_samples_need_no_memory(nodes):
     run(NODES[nodes], work, timeout=5.0)
 
 
+def test_an_exchange_can_be_asked_for_its_rows_while_another_thread_waits():
+    """Who asks holds Python's lock, which ranks may need before they send."""
+    waits, asked = threading.Event(), []
+
+    def work(team, rank):
+        made = one, move = make(team, rank, HALF, 10)
+        if rank == 1:
+            waits.wait(20)
+            time.sleep(0.1)
+            asked.append(other[0].window)
+        else:
+            other.append(one)
+            waits.set()
+        return exchange(made, np.ones((1, 5, 3), np.float32)).shape[1] == move.rows
+
+    other = []
+    assert run([0, 0], work, timeout=3.0) == [True, True]
+    assert asked == [7]
+
+
 def test_who_waits_for_rows_does_not_keep_its_thread_from_work():
     """The thread that reduces a plan is woken, and not the one that waits for something else."""
 

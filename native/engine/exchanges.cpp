@@ -106,19 +106,20 @@ Exchanges::~Exchanges() = default;
 
 int Exchanges::add(ExchangeSpec spec) {
   spec.check(topology_.rank, topology_.size);
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(specs_mutex_);
   specs_.push_back(std::move(spec));  // others stay where they are
   return static_cast<int>(specs_.size()) - 1;
 }
 
 const ExchangeSpec& Exchanges::spec(int exchange) const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(specs_mutex_);
   if (exchange < 0 || at(exchange) >= specs_.size())
     throw Error("The team has no exchange number " + std::to_string(exchange) + ".");
   return specs_[at(exchange)];
 }
 
 std::string Exchanges::name_of(uint32_t exchange, bool adjoint) const {
+  const std::lock_guard lock(specs_mutex_);
   const std::string name = exchange < specs_.size() ? specs_[exchange].name : "number " + std::to_string(exchange);
   return "exchange " + name + (adjoint ? " backward" : " forward");
 }

@@ -63,8 +63,9 @@ class Exchanges {
   const Topology& topology_;
   std::unique_ptr<Channel> channel_;
   Mailboxes mailboxes_;
-  mutable std::mutex mutex_;  // of all that follows
+  mutable std::mutex specs_mutex_;  // never held for long: who asks for one may hold Python's lock
   std::deque<ExchangeSpec> specs_;
+  std::mutex mutex_;                 // of all that follows
   std::list<Operation> operations_;  // a deque cannot be of a type that is not known yet
   uint64_t started_ = 0;
 };

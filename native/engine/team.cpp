@@ -148,7 +148,7 @@ void Team::withdraw(const char* why) {
 template <class F>
 auto Team::sharing(F&& f) -> decltype(f()) {
   const std::lock_guard lock(control_mutex_);
-  failure_->throw_if_set();
+  throw_if_failed();
   try {
     return f();
   } catch (const Timeout&) {
@@ -251,7 +251,7 @@ std::shared_ptr<Area> Team::make_area(size_t nbytes) {
 }
 
 void Team::end_plan(Plan& plan) {
-  failure_->throw_if_set();
+  throw_if_failed();
   if (plan.is_active()) throw Error(plan.what() + " cannot end: a step of it has begun and is not over.");
   end_attendants(&plan);
   std::vector<std::unique_lock<std::mutex>> held;  // so no lane works on it
@@ -358,7 +358,7 @@ void Team::allreduce(void* data, int64_t count, DType dtype, Op op, std::optiona
   const bool mean = op == Op::mean;
   if (mean && (dtype == DType::int32 || dtype == DType::int64))
     throw Error("The mean of integers is not an integer. Expected op sum, min or max.");
-  failure_->throw_if_set();
+  throw_if_failed();
   try {
     ++activity_.calls;
     allreduce_->run(data, static_cast<size_t>(count), dtype, op, wire, path, tag_of(what, shape));
