@@ -1,6 +1,7 @@
 """Plans with tensors on GPUs that are not there, reduced from GPU to GPU by an NCCL that is not there."""
 
 import contextlib
+import signal
 import threading
 import time
 
@@ -198,6 +199,35 @@ def test_bad_input():
             return step.wait()
 
     check(run([0], work), [0], COUNTS, DTYPES, "mean")
+
+
+def test_ctrl_c_ends_the_wait_for_nccl_to_connect():
+    transports, ids, over = _native.in_process_transports([0, 0]), Ids(1), threading.Event()
+
+    def make(rank):
+        team = _native.Team(transports[rank], 0, 0, 30.0, 30.0)
+        return team, team.plan("x", [("x", "float32", 100)], "mean", False, in_segment=True)
+
+    def never_comes():
+        team, _ = make(1)
+        over.wait(30)
+        team.close()
+
+    other = threading.Thread(target=never_comes)
+    other.start()
+    team, plan = make(0)
+    begin = time.monotonic()
+    threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        plan.open_nccl(0, ids.next())
+    assert time.monotonic() - begin < 5
+    over.set()
+    team.close()
+    other.join(30)
+    nccl().fake_nccl_reset()  # who waits there still
+    until = time.monotonic() + 10
+    while driver().fake_left() and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("how", ["one GPU for all", "one cannot", "no memory"])
