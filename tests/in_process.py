@@ -66,7 +66,7 @@ def run(nodes, work, threads=1, timeout=20.0, measured=False):
         return [future.result(60) for future in futures]
 
 
-def run_with_limits(nodes, work, threads, limit_of):
+def run_with_limits(nodes, work, threads, limit_of, measured=False):
     """As in_process.run, with a time limit for each rank."""
     transports = _native.in_process_transports(nodes)
     errors = []
@@ -74,7 +74,8 @@ def run_with_limits(nodes, work, threads, limit_of):
     def rank_main(rank):
         try:
             team = _native.Team(transports[rank], 0, threads, limit_of(rank), 60.0)
-            team.add_choice("network", 0, 2**62, "pairwise")
+            if not measured:
+                team.add_choice("network", 0, EVERY_SIZE, "pairwise")
             with contextlib.closing(team):
                 work(team, rank)
         except BaseException as error:  # noqa: BLE001 - raised by the test's own thread

@@ -96,6 +96,19 @@ def test_a_collective_that_a_rank_never_joins_is_an_error_soon():
     run([0, 0], work, timeout=30)
 
 
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 1]], ids=str)
+def test_arrays_of_which_only_some_are_shared_are_an_error_on_all_ranks(nodes):
+    """Also before anybody has measured which way they go."""
+
+    def work(team, rank):
+        shared = team.empty(400)
+        for _ in range(2):
+            with pytest.raises(_native.PlanMismatchError, match=r"x float32 in memory of keras_hpc.empty' on rank 0; "):
+                team.allreduce(shared if rank == 0 else np.zeros(400, np.uint8), "float32", "sum")
+
+    run(nodes, work)
+
+
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 1], [0, 0, 1], [0, 1, 0, 1, 1], list(range(9))], ids=str)
 def test_ranks_in_different_calls_are_told_and_go_on(nodes):
     def work(team, rank):

@@ -280,6 +280,24 @@ def test_a_thread_that_cannot_be_started_is_an_error():
     """)
 
 
+@pytest.mark.soak
+def test_a_measurement_that_fails_is_an_error_of_the_team():
+    """Rank 2 measures nothing, and so does not come: rank 0 hears of it from rank 1, which has less patience."""
+    together = threading.Barrier(3)
+
+    def work(team, rank):
+        if rank == 2:
+            team.add_choice("network", 0, 2**62, "ring")
+            team.agree("The tensors of plan 'p'", ["sum", "t: 100000 x float32"])
+        else:
+            first, _ = caught(lambda: team.plan("p", [("t", "float32", 100_000)], "sum", False))
+            second, seconds = caught(team.barrier)
+            assert (second, seconds < 1) == (first, True)
+        together.wait(30)
+
+    run_with_limits([0, 0, 1], work, 0, lambda rank: 1.0 if rank == 1 else 40.0, measured=True)
+
+
 def test_the_limits_of_control_groups_are_known(tmp_path):
     """Of a container on a host with the second version, and of a batch job on one with the first."""
 
@@ -323,6 +341,15 @@ def test_the_limits_of_control_groups_are_known(tmp_path):
     )
     first = _native.control_group(str(tmp_path / "first"))
     assert (first.memory_limit, first.memory_left, first.cores) == (4096, 0, 3.0)
+    write(  # it sees the tree of a neighbour whose name its own begins with
+        tmp_path / "beside",
+        {
+            "proc/self/cgroup": "0::/job_123\n",
+            "proc/self/mountinfo": "30 1 0:26 /job_1 /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+            "sys/fs/cgroup/memory.max": "4096\n",
+        },
+    )
+    assert _native.control_group(str(tmp_path / "beside")).memory_limit == 4096
     nothing = _native.control_group(str(tmp_path))
     assert nothing.memory_left == 2**64 - 1
     assert nothing.cores == float("inf")

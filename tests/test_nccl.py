@@ -1,6 +1,7 @@
 """Plans with tensors on GPUs that are not there, reduced from GPU to GPU by an NCCL that is not there."""
 
 import contextlib
+import signal
 import threading
 import time
 
@@ -200,6 +201,35 @@ def test_bad_input():
     check(run([0], work), [0], COUNTS, DTYPES, "mean")
 
 
+def test_ctrl_c_ends_the_wait_for_nccl_to_connect():
+    transports, ids, over = _native.in_process_transports([0, 0]), Ids(1), threading.Event()
+
+    def make(rank):
+        team = _native.Team(transports[rank], 0, 0, 30.0, 30.0)
+        return team, team.plan("x", [("x", "float32", 100)], "mean", False, in_segment=True)
+
+    def never_comes():
+        team, _ = make(1)
+        over.wait(30)
+        team.close()
+
+    other = threading.Thread(target=never_comes)
+    other.start()
+    team, plan = make(0)
+    begin = time.monotonic()
+    threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        plan.open_nccl(0, ids.next())
+    assert time.monotonic() - begin < 5
+    over.set()
+    team.close()
+    other.join(30)
+    nccl().fake_nccl_reset()  # who waits there still
+    until = time.monotonic() + 10
+    while driver().fake_left() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("how", ["one GPU for all", "one cannot", "no memory"])
 def test_gpus_that_nccl_cannot_connect(how, fake):
     """All ranks hear of it, and can go on without."""
@@ -214,6 +244,7 @@ def test_gpus_that_nccl_cannot_connect(how, fake):
             fake.fake_fail(b"cuMemAlloc", 0)
         with pytest.raises(_native.Error) as error:
             plan.open_nccl(0 if how == "one GPU for all" else rank, number)
+        team.barrier()  # who cannot connect waits for longer than who hangs
         return str(error.value)
 
     texts = run([0, 0], work, timeout=1.0)
@@ -222,7 +253,9 @@ def test_gpus_that_nccl_cannot_connect(how, fake):
     else:
         call = "ncclCommInitRank" if how == "one cannot" else "cuMemAlloc"
         assert sum(f"{call} failed" in text for text in texts) == 1
-        assert sum("NCCL has not connected the GPUs" in text for text in texts) == 1
+        (hung,) = [text for text in texts if "NCCL has not connected the GPUs" in text]
+        assert "NCCL_SOCKET_IFNAME" in hung
+        assert "number of steps" not in hung
     nccl().fake_nccl_reset()  # who waits there still
     until = time.monotonic() + 10
     while driver().fake_left() and time.monotonic() < until:

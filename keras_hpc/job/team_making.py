@@ -44,7 +44,7 @@ def _restore_choices(team: Team) -> None:
     error = ""
     if team.rank == 0:
         try:
-            choices = tuning_cache.load(team.selection_key)
+            choices = tuning_cache.load(team.selection_key, team.index)
         except ValueError as problem:
             error = str(problem)
     # The first rank's, on all: another rank may see other files or variables.

@@ -37,16 +37,18 @@ _VERSION = 3  # of what is kept: ways or classes of sizes have changed where it 
 Choice = list[Any]  # place, first byte, end, way
 
 
-def load(key: str) -> list[Choice]:
+def load(key: str, number: int) -> list[Choice]:
     """Return what an earlier job measured, and then what the user wants.
 
     Args:
         key: names jobs that may share their measurements; see `key_of`.
+        number: of the team. Of plans on GPUs only team 0 does what was measured, see `device_plans.py`.
 
     Raises:
         ValueError: `KERAS_HPC_ALLREDUCE` is not understood.
     """
-    return [*_read().get(key, []), *parse(os.environ.get(VARIABLE, ""))]
+    kept = [choice for choice in _read().get(key, []) if number == 0 or choice[0] != "device"]
+    return [*kept, *parse(os.environ.get(VARIABLE, ""))]
 
 
 def save(team: _native.Team, rank: int, key: str) -> None:

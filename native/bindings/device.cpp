@@ -92,8 +92,7 @@ void open_nccl(const PyPlan& plan, int ordinal, const nb::bytes& id) {
   device::NcclId found;
   if (id.size() != sizeof found.bytes) throw nb::value_error("Expected the bytes that nccl_id returned.");
   std::memcpy(found.bytes, id.c_str(), sizeof found.bytes);
-  const nb::gil_scoped_release released;
-  attach(open, std::make_shared<NcclPlan>(*open.team, *open.plan, ordinal, found));
+  WithoutGil()([&] { attach(open, std::make_shared<NcclPlan>(*open.team, *open.plan, ordinal, found)); });
 }
 
 }  // namespace

@@ -42,9 +42,15 @@ class PyTeam {
     std::shared_ptr<Team> team;
     {
       const std::lock_guard lock(closing_);
-      team = std::move(team_);
+      team = team_;
     }
-    if (team) registry::close(std::move(team));
+    if (!team) return;
+    team->close();  // before anybody is told: what it was given it then uses no more
+    {
+      const std::lock_guard lock(closing_);
+      team_ = nullptr;
+    }
+    registry::close(std::move(team));
   }
   // Calls `f` with the team unless it is closed.
   template <class F>

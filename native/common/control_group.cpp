@@ -68,7 +68,9 @@ std::vector<std::string> folders(const std::string& root, const std::string& con
     if (left.size() < 5 || right.empty()) continue;
     if (second_version ? right[0] != "cgroup2" : right[0] != "cgroup" || !holds(right.back(), controller)) continue;
     // Where a container sees a part of the tree only, its paths begin there.
-    std::string inside = left[3] == "/" ? group : group.rfind(left[3], 0) == 0 ? group.substr(left[3].size()) : "";
+    std::string inside = left[3] == "/"                       ? group
+                         : group.rfind(left[3] + "/", 0) == 0 ? group.substr(left[3].size())
+                                                              : "";
     std::vector<std::string> found_folders;
     while (inside.size() > 1) {
       found_folders.push_back(root + left[4] + inside);

@@ -11,10 +11,11 @@ using namespace keras_hpc::c_api;
 
 namespace {
 
-std::shared_ptr<DevicePlan> device_of(int plan) {
-  const registry::PlanEntry entry = registry::plan(plan);
+// Holds the team and the plan, too, for as long as the caller works with the device.
+registry::PlanEntry find_device(int plan) {
+  registry::PlanEntry entry = registry::plan(plan);
   if (entry.device == nullptr) throw Error("The tensors of plan '" + entry.plan->name() + "' are not on a GPU.");
-  return entry.device;
+  return entry;
 }
 
 device::StreamHandle stream_of(void* stream) {
@@ -30,10 +31,11 @@ device::Pointer pointer_of(const void* address) {
 int khpc_start_on(int plan, int tensor, void* data, const void* weight, int weight_nbytes, void* stream) {
   return guarded(
       [&]() -> int {
-        find(plan, tensor);
+        find(plan, tensor);  // there is such a tensor
         expect(weight == nullptr || weight_nbytes == 4 || weight_nbytes == 8, "a weight of 4 or 8 bytes");
-        device_of(plan)->start_on(tensor, pointer_of(data), {1, pointer_of(weight), static_cast<size_t>(weight_nbytes)},
-                                  stream_of(stream));
+        const auto entry = find_device(plan);
+        entry.device->start_on(tensor, pointer_of(data), {1, pointer_of(weight), static_cast<size_t>(weight_nbytes)},
+                               stream_of(stream));
         return KHPC_OK;
       },
       KHPC_ERROR);
@@ -42,7 +44,7 @@ int khpc_start_on(int plan, int tensor, void* data, const void* weight, int weig
 int khpc_wait_on(int plan, void* stream) {
   return guarded(
       [&]() -> int {
-        device_of(plan)->wait_on(stream_of(stream));
+        find_device(plan).device->wait_on(stream_of(stream));
         return KHPC_OK;
       },
       KHPC_ERROR);
@@ -51,10 +53,10 @@ int khpc_wait_on(int plan, void* stream) {
 int khpc_second_on(int plan, void* const* data, void* stream) {
   return guarded(
       [&]() -> int {
+        const auto entry = find_device(plan);
         std::vector<device::Pointer> pointers;
-        for (int i = 0; i < registry::plan(plan).plan->layout().tensor_count(); ++i)
-          pointers.push_back(pointer_of(data[i]));
-        device_of(plan)->second_on(pointers, stream_of(stream));
+        for (int i = 0; i < entry.plan->layout().tensor_count(); ++i) pointers.push_back(pointer_of(data[i]));
+        entry.device->second_on(pointers, stream_of(stream));
         return KHPC_OK;
       },
       KHPC_ERROR);
@@ -63,7 +65,7 @@ int khpc_second_on(int plan, void* const* data, void* stream) {
 int khpc_write_updates(int plan, void* to, void* stream) {
   return guarded(
       [&]() -> int {
-        device_of(plan)->write_updates(pointer_of(to), stream_of(stream));
+        find_device(plan).device->write_updates(pointer_of(to), stream_of(stream));
         return KHPC_OK;
       },
       KHPC_ERROR);
@@ -72,7 +74,7 @@ int khpc_write_updates(int plan, void* to, void* stream) {
 int khpc_finish_on(int plan) {
   return guarded(
       [&]() -> int {
-        device_of(plan)->finish();
+        find_device(plan).device->finish();
         return KHPC_OK;
       },
       KHPC_ERROR);

@@ -9,12 +9,11 @@
 #include <cstring>
 #include <new>
 
+#include "common/pages.hpp"
 #include "common/waiting.hpp"
 
 namespace keras_hpc::device {
 namespace {
-
-constexpr size_t kPage = 4096;
 
 std::atomic<size_t> all_pinned{0};
 
@@ -147,15 +146,15 @@ bool Stream::is_idle() const {
 }
 
 std::shared_ptr<std::byte> pages(size_t nbytes) {
-  void* memory = std::aligned_alloc(kPage, (nbytes + kPage - 1) / kPage * kPage);
+  void* memory = std::aligned_alloc(page_size(), whole_pages(nbytes));
   if (memory == nullptr) throw std::bad_alloc();
   return {static_cast<std::byte*>(memory), [](std::byte* p) { std::free(p); }};
 }
 
 Pinned::Pinned(const Device& device, std::byte* data, size_t nbytes) : device_(device) {
   const auto address = reinterpret_cast<uintptr_t>(data);
-  begin_ = data - address % kPage;
-  nbytes_ = (address % kPage + nbytes + kPage - 1) / kPage * kPage;
+  begin_ = data - address % page_size();
+  nbytes_ = whole_pages(address % page_size() + nbytes);
   const Current current(device_);
   if (const Result result = device_.api().pin(begin_, nbytes_, kPortable); result != 0)
     raise<NotPinned>(device_.api(), result, "cuMemHostRegister");

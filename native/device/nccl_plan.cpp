@@ -16,7 +16,9 @@ namespace {
 // Of the numbers on the host, where each is.
 constexpr size_t kWeight = 0, kSum = 8, kFromDevice = 16, kNumbersBytes = 24;
 constexpr double kLookSeconds = 1e-3;
-constexpr double kConnectSeconds = 120;  // NCCL may look for the others where they are not, and hang
+// NCCL may look for the others where they are not, and hang. A rank that cannot connect waits for those that hang, to
+// tell them: so these wait for less long than it does.
+constexpr double kConnectSeconds = 120, kConnectPart = 0.5;
 
 class Others final : public Awaited {
  public:
@@ -37,6 +39,7 @@ struct NcclPlan::Watch {
   Others others{plan.plan_};
   Lookout lookout = plan.team_.lookout();
   double limit = plan.time_limit();
+  const char* hint = "the time limit. Do all ranks run the same number of steps?";
   Clock::time_point looked_at = Clock::now(), moved_at = looked_at;
 
   // `what` the device, or other ranks, have not done; null: it is for this rank's script to go on.
@@ -54,7 +57,7 @@ struct NcclPlan::Watch {
     if (seconds_since(moved_at) > limit)
       throw Timeout("NCCL has not " + std::string(what) + " (" + plan.plan_.what() + ") on rank " +
                     std::to_string(plan.team_.topology().rank) + " after " + std::to_string(static_cast<int>(limit)) +
-                    " s, the time limit. Do all ranks run the same number of steps?");
+                    " s, " + hint);
   }
 };
 
@@ -73,7 +76,10 @@ NcclPlan::NcclPlan(Team& team, Plan& plan, int ordinal, const device::NcclId& id
     pinned_ = std::make_unique<device::Pinned>(device_, memory_.get(), plan.layout().nbytes());
   for (int t = 0; t < count(); ++t) tensors_.push_back(std::make_unique<Tensor>(device_));
   Watch watch{*this};
-  watch.limit = std::min(watch.limit, kConnectSeconds);
+  watch.limit = std::min(kConnectPart * watch.limit, kConnectSeconds);
+  watch.hint =
+      "as long as this may take. NCCL may look for them on another network interface than the one that connects them, "
+      "which NCCL_SOCKET_IFNAME can name. NCCL_DEBUG=INFO lets it say what it does.";
   communicator_ = std::make_unique<device::Communicator>(device_, id, team.topology().rank, team.topology().size,
                                                          [&] { watch.look("connected the GPUs"); });
   run_courier([this] { serve(); });

@@ -27,7 +27,7 @@ void Team::agree(const std::string& what, const std::vector<std::string>& items)
 }
 
 void Team::meet(const std::string& text, const std::string& label) {
-  failure_->throw_if_set();
+  throw_if_failed();
   ++activity_.collectives;
   try {
     allreduce_->meet(std::hash<std::string>{}(text), label);

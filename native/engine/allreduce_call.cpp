@@ -27,10 +27,10 @@ int64_t tagged(int64_t signature, uint64_t tag) {
   const uint64_t mixed = static_cast<uint64_t>(signature) ^ (tag * 0x9e3779b97f4a7c15ULL);
   return static_cast<int64_t>(mixed & ((uint64_t{1} << 62) - 1));
 }
-std::string describe(Path path, DType dtype, DType wire, Op op, size_t count) {
+std::string describe(bool in_area, DType dtype, DType wire, Op op, size_t count) {
   return std::string(name_of(op)) + " of " + std::to_string(count) + " x " + name_of(dtype) +
          (wire == dtype ? "" : std::string(", sent as ") + name_of(wire)) +
-         (path == Path::push ? " in memory of keras_hpc.empty" : "");
+         (in_area ? " in memory of keras_hpc.empty" : "");
 }
 
 // Calls a function at the end of a scope, also when an exception ends it.
@@ -135,7 +135,7 @@ void AllreduceCall::run(void* data, size_t count, DType dtype, Op op, std::optio
     take(*path, {static_cast<std::byte*>(data), count, dtype, op, sent, op == Op::mean ? 1.0 / topology_.size : 1.0,
                  tagged(make_signature(*path, dtype, sent, op, count), tag), tag});
   } catch (const PlanMismatch& e) {
-    throw Disagreement(e.what(), describe(*path, dtype, sent, op, count));
+    throw Disagreement(e.what(), describe(area_of(data, nbytes) != nullptr, dtype, sent, op, count));
   }
 }
 
@@ -162,7 +162,7 @@ void AllreduceCall::take(Path path, const Buffer& b) {
     case Path::nccl:
     case Path::unknown: {
       const bool in_area = area_of(b.data, b.nbytes()) != nullptr;
-      meeting_->post(b.signature, in_area);
+      meeting_->post(tagged(b.signature, in_area), 0);  // other nodes compare only that
       meeting_->meet();
       meeting_->compare_nodes();
       Path best = measure(b, in_area);

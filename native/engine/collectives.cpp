@@ -59,7 +59,7 @@ void Team::wait_for_collective(Pending& pending, const char* what) {
 template <class F>
 void Team::in_turn(F&& collective) {
   const std::lock_guard lock(control_mutex_);
-  failure_->throw_if_set();
+  throw_if_failed();
   ++activity_.collectives;
   guarded(collective);
 }

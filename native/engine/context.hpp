@@ -17,9 +17,10 @@ namespace keras_hpc {
 struct TeamContext {
   int number = 0;
   const Topology* topology = nullptr;
-  // One per local rank each: on which its threads sleep, and on which who waits for a tensor does.
+  // One per local rank each: on which its threads sleep, on which who waits for a tensor does, and who waits for rows.
   Bell* bells = nullptr;
   Bell* callers = nullptr;
+  Bell* exchangers = nullptr;
   Patience patience;
   double timeout_seconds = 300;
   double stall_seconds = 30;

@@ -70,7 +70,8 @@ struct Exchanges::Operation {
   ExchangeShape shape;
   uint64_t number;
   const std::byte* data;
-  std::byte* result = nullptr;  // once it is waited for
+  bool is_awaited = false;
+  std::byte* result = nullptr;  // once it is
   std::vector<Stream> writes, reads;
   std::deque<Message> sends, receives;
 
@@ -105,19 +106,20 @@ Exchanges::~Exchanges() = default;
 
 int Exchanges::add(ExchangeSpec spec) {
   spec.check(topology_.rank, topology_.size);
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(specs_mutex_);
   specs_.push_back(std::move(spec));  // others stay where they are
   return static_cast<int>(specs_.size()) - 1;
 }
 
 const ExchangeSpec& Exchanges::spec(int exchange) const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(specs_mutex_);
   if (exchange < 0 || at(exchange) >= specs_.size())
     throw Error("The team has no exchange number " + std::to_string(exchange) + ".");
   return specs_[at(exchange)];
 }
 
 std::string Exchanges::name_of(uint32_t exchange, bool adjoint) const {
+  const std::lock_guard lock(specs_mutex_);
   const std::string name = exchange < specs_.size() ? specs_[exchange].name : "number " + std::to_string(exchange);
   return "exchange " + name + (adjoint ? " backward" : " forward");
 }
@@ -138,8 +140,8 @@ void Exchanges::start(int exchange, const ExchangeShape& shape, const void* data
   const std::lock_guard lock(mutex_);
   team_.failure->throw_if_set();
   ++team_.activity->exchanges;
-  Operation& operation = operations_.emplace_back(
-      Operation{exchange, spec, shape, ++started_, static_cast<const std::byte*>(data), nullptr, {}, {}, {}, {}});
+  Operation& operation = operations_.emplace_back(Operation{
+      exchange, spec, shape, ++started_, static_cast<const std::byte*>(data), false, nullptr, {}, {}, {}, {}});
   const auto header_of = [&](const Shipment& shipment) {
     const size_t nbytes = static_cast<size_t>(shape.outer * shipment.rows.size()) * shape.row_bytes();
     return Header{operation.number, static_cast<uint32_t>(exchange), shape.adjoint ? 1U : 0U, nbytes,
@@ -191,11 +193,11 @@ bool Exchanges::advance() {
     }
     for (Message& message : operation.sends) message.done = message.done || message.pending.test();
   }
-  if (operations_.empty() || operations_.front().result == nullptr) return moved;
+  if (operations_.empty() || !operations_.front().is_awaited) return moved;
   Operation& first = operations_.front();
   for (Stream& stream : first.reads) moved = read(stream, first) || moved;
   for (Message& message : first.receives) {
-    if (message.done || !message.pending.test()) continue;
+    if (message.done || !has_come(message, first)) continue;
     Header header;
     std::memcpy(&header, message.memory.get(), sizeof header);
     check(header, first, message.rank);
@@ -231,12 +233,28 @@ bool Exchanges::read(Stream& stream, const Operation& operation) {
   return moved;
 }
 
+// One that is longer than its memory is an error of the network: no header tells what it is.
+bool Exchanges::has_come(Message& message, const Operation& operation) const {
+  try {
+    return message.pending.test();
+  } catch (const Error& e) {
+    throw Error("A message of rank " + std::to_string(message.rank) + " to rank " + std::to_string(topology_.rank) +
+                    " in " + name_of(static_cast<uint32_t>(operation.exchange), operation.shape.adjoint) + ": " +
+                    e.what() + " Do all ranks of a group get as many samples?",
+                message.rank);
+  }
+}
+
 void Exchanges::check(const Header& header, const Operation& operation, int rank) const {
   const auto expected = std::tuple(operation.number, static_cast<uint32_t>(operation.exchange),
                                    operation.shape.adjoint ? 1U : 0U, static_cast<uint64_t>(operation.shape.outer));
   if (std::tuple(header.number, header.exchange, header.adjoint, header.outer) == expected) {
-    const auto is_it = [&](const auto& one) { return one.rank == rank && one.header.nbytes == header.nbytes; };
-    if (local(rank) < 0 || std::any_of(operation.reads.begin(), operation.reads.end(), is_it)) return;
+    const auto is_it = [&](const Stream& one) { return one.rank == rank && one.header.nbytes == header.nbytes; };
+    const auto fits = [&](const Message& one) {
+      return one.rank == rank && one.nbytes == sizeof header + header.nbytes;
+    };
+    if (std::any_of(operation.reads.begin(), operation.reads.end(), is_it)) return;
+    if (std::any_of(operation.receives.begin(), operation.receives.end(), fits)) return;
   }
   throw PlanMismatch("Ranks disagree on what to exchange: '" + name_of(header.exchange, header.adjoint != 0) + "', " +
                          std::to_string(header.outer) + " x rows, " + std::to_string(header.nbytes) +
@@ -285,6 +303,9 @@ void Exchanges::wait(int exchange, bool adjoint, void* result) {
                      : name_of(static_cast<uint32_t>(operations_.front().exchange), operations_.front().shape.adjoint) +
                            " is the first."));
   Operation& operation = operations_.front();
+  if (result == nullptr && operation.shape.outer > 0 && layout_wanted(operation.spec, operation.shape).nbytes() > 0)
+    throw Error("Exchange '" + operation.spec.name + "': expected memory for the result, not a null pointer.");
+  operation.is_awaited = true;
   operation.result = static_cast<std::byte*>(result);
   const std::vector<Shipment> arriving = incoming(operation.spec, adjoint);
   for (Stream& stream : operation.reads) {
@@ -309,7 +330,7 @@ void Exchanges::wait(int exchange, bool adjoint, void* result) {
   };
   const auto begin = Clock::now();
   const Waiting waiting(*this, operation);
-  if (!wait_watched(team_, team_.callers[topology_.local_rank], ready, waiting)) {
+  if (!wait_watched(team_, team_.exchangers[topology_.local_rank], ready, waiting)) {
     const std::vector<int> missing = operation.missing();
     std::string ranks;
     for (const int rank : missing) ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);

@@ -53,6 +53,7 @@ class Exchanges {
   bool advance();
   bool write(Stream& stream);
   bool read(Stream& stream, const Operation& operation);
+  bool has_come(Message& message, const Operation& operation) const;
   void check(const Header& header, const Operation& operation, int rank) const;
   void finish(Operation& operation);
   std::string name_of(uint32_t exchange, bool adjoint) const;
@@ -62,8 +63,9 @@ class Exchanges {
   const Topology& topology_;
   std::unique_ptr<Channel> channel_;
   Mailboxes mailboxes_;
-  mutable std::mutex mutex_;  // of all that follows
+  mutable std::mutex specs_mutex_;  // never held for long: who asks for one may hold Python's lock
   std::deque<ExchangeSpec> specs_;
+  std::mutex mutex_;                 // of all that follows
   std::list<Operation> operations_;  // a deque cannot be of a type that is not known yet
   uint64_t started_ = 0;
 };

@@ -59,10 +59,7 @@ void Failure::write(Fate fate, int culprit) {
 }
 
 void Failure::ring() {
-  for (int r = 0; r < topology_.local_size(); ++r) {
-    bells_[r].ring();
-    callers_[r].ring();
-  }
+  for (int i = 0; i < kinds_ * topology_.local_size(); ++i) bells_[i].ring();
 }
 
 void Failure::rethrow() const {
@@ -118,6 +115,8 @@ std::string Failure::blame(int rank, int& culprit) const {
 }
 
 void Failure::throw_if_neighbour_failed() const {
+  // What was read before comes before the looks at the bells.
+  std::atomic_thread_fence(std::memory_order_acquire);
   for (int r = 0; r < topology_.local_size(); ++r) {
     if (r == topology_.local_rank || bells_[r].fate.load(std::memory_order_acquire) != Fate::failed) continue;
     int culprit = -1;

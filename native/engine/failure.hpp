@@ -22,9 +22,9 @@ class Failure {
  public:
   // `bells`: one for each rank of the node. A rank that fails often has a reason that this one is about to find, too,
   // and can tell better; and what a rank has sent before it left arrives a little later: both within `grace_seconds`.
-  // `callers`: see TeamContext.
-  Failure(const Topology& topology, Bell* bells, Bell* callers, double grace_seconds)
-      : topology_(topology), bells_(bells), callers_(callers), grace_seconds_(grace_seconds) {}
+  // Who sleeps on any of `kinds` times as many is woken: see TeamContext.
+  Failure(const Topology& topology, Bell* bells, int kinds, double grace_seconds)
+      : topology_(topology), bells_(bells), kinds_(kinds), grace_seconds_(grace_seconds) {}
 
   // This rank has failed; the first error stays. Tells the node.
   void set(std::exception_ptr error);
@@ -52,8 +52,8 @@ class Failure {
   std::string blame(int rank, int& culprit) const;
 
   const Topology& topology_;
-  Bell* bells_;    // [local rank]
-  Bell* callers_;  // [local rank]
+  Bell* bells_;  // [kind][local rank]; what became of a rank is in its first
+  const int kinds_;
   const double grace_seconds_;
   std::atomic<bool> set_{false};
   mutable std::mutex mutex_;

@@ -57,7 +57,7 @@ size_t Mailboxes::read(int from, void* data, size_t nbytes) {
 }
 
 void Mailboxes::notify(int local_rank) {
-  team_.callers[local_rank].wake();
+  team_.exchangers[local_rank].wake();
 }
 
 }  // namespace keras_hpc

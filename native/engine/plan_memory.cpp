@@ -5,12 +5,12 @@
 #include <atomic>
 
 #include "common/index.hpp"
+#include "common/pages.hpp"
 #include "engine/area.hpp"
 
 namespace keras_hpc {
 namespace {
 
-constexpr size_t kPage = 4096;
 constexpr size_t kStages = 3;
 // Few enough for the processor's caches, and more than a lane has on the network, so that there are others to be copied
 // meanwhile.
@@ -54,7 +54,6 @@ PlanMemory::PlanMemory(const TeamContext& team, const Layout& layout, int owners
   small_stride_ = Area::stride_for(largest_small);
   place_bytes_ = std::max(std::max<size_t>(1, local - 1) * slot_stride_, local * small_stride_);
   const size_t control_bytes = local * sizeof(Shared) + kStages * at(lanes) * local * sizeof(Counter);
-  const auto whole_pages = [](size_t nbytes) { return (nbytes + kPage - 1) / kPage * kPage; };
   const size_t before_places = whole_pages(control_bytes);
   const size_t before_tensors = whole_pages(before_places + places * place_bytes_);
   segment_ = transport.open_segment(control, before_tensors, in_segment ? Area::stride_for(layout.nbytes()) : 0);

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <exception>
 #include <functional>
-#include <set>
 #include <system_error>
 
 #include "common/error.hpp"
@@ -42,21 +41,22 @@ Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& 
   Pending::free_finished();  // of teams before that have failed
   transport_->set_time_limit(options.timeout_seconds);
   const auto local = at(topology().local_size());
-  bells_ = transport_->open_segment(*control_, local * (2 * sizeof(Bell) + sizeof(Seat)));
+  constexpr int kinds = 3;  // of bells: see TeamContext
+  bells_ = transport_->open_segment(*control_, local * (kinds * sizeof(Bell) + sizeof(Seat)));
   auto* bells = reinterpret_cast<Bell*>(bells_->data());
   bells[topology().local_rank].process = ProcessId::mine();
-  Bell* callers = bells + local;
-  failure_.emplace(topology(), bells, callers, options.grace_seconds);
+  failure_.emplace(topology(), bells, kinds, options.grace_seconds);
   context_.number = number;
   context_.topology = &topology();
   context_.bells = bells;
-  context_.callers = callers;
+  context_.callers = bells + local;
+  context_.exchangers = bells + 2 * local;
   context_.timeout_seconds = options_.timeout_seconds;
   context_.stall_seconds = options_.stall_seconds;
   context_.activity = &activity_;
   context_.failure = &*failure_;
   context_.asynchronous_waits = &asynchronous_waits_;
-  auto* seats = reinterpret_cast<Seat*>(callers + local);
+  auto* seats = reinterpret_cast<Seat*>(bells + kinds * local);
   seats[topology().local_rank] = Seat::mine();
   barrier();
   context_.patience = options_.patience.value_or(patience_of(seats, topology().local_size()));
@@ -118,8 +118,19 @@ void Team::fail(std::exception_ptr error) {
   withdraw(text.c_str());
 }
 
+// There is an error: when it returns nobody works on any lane any more.
+void Team::await_lanes() const {
+  for (const auto& lane : lanes_) const std::lock_guard lock(lane->mutex);
+}
+
+void Team::throw_if_failed() const {
+  if (!failure_->is_set()) return;
+  await_lanes();
+  failure_->throw_if_set();
+}
+
 void Team::withdraw(const char* why) {
-  for (const auto& lane : lanes_) const std::lock_guard lock(lane->mutex);  // nobody works on it any more
+  await_lanes();
   if (Exchanges* exchanges = exchanges_of_all_) exchanges->withdraw();
   std::vector<AsyncWait> waiting;
   {
@@ -137,7 +148,7 @@ void Team::withdraw(const char* why) {
 template <class F>
 auto Team::sharing(F&& f) -> decltype(f()) {
   const std::lock_guard lock(control_mutex_);
-  failure_->throw_if_set();
+  throw_if_failed();
   try {
     return f();
   } catch (const Timeout&) {
@@ -163,7 +174,10 @@ std::shared_ptr<Plan> Team::make_plan(const std::string& name, const std::vector
         item += ", to rank " + std::to_string(share.rank) + " up to " + std::to_string(share.end);
   }
   agree("The tensors of plan '" + name + "'", items);
-  const auto algorithm_for = [this](size_t nbytes) { return allreduce_->algorithm_for(nbytes, true); };
+  // A measurement that fails may do so on this rank alone.
+  const auto algorithm_for = [this](size_t nbytes) {
+    return guarded([&] { return allreduce_->algorithm_for(nbytes, true); });
+  };
   const auto plan = sharing([&] {
     return std::make_shared<Plan>(context_, next_plan_++, name, tensors, options, static_cast<int>(lanes_.size()),
                                   algorithm_for, *transport_, *control_);
@@ -237,7 +251,7 @@ std::shared_ptr<Area> Team::make_area(size_t nbytes) {
 }
 
 void Team::end_plan(Plan& plan) {
-  failure_->throw_if_set();
+  throw_if_failed();
   if (plan.is_active()) throw Error(plan.what() + " cannot end: a step of it has begun and is not over.");
   end_attendants(&plan);
   std::vector<std::unique_lock<std::mutex>> held;  // so no lane works on it
@@ -261,7 +275,7 @@ void Team::end_plan(Plan& plan) {
 }
 
 void Team::start(Plan& plan, int tensor, void* data, double weight) {
-  failure_->throw_if_set();
+  throw_if_failed();
   const auto begin = trace::enabled ? Clock::now() : Clock::time_point();
   const Plan::Started started = plan.start(tensor, data, weight);
   if (trace::enabled) trace::record(plan.tensors()[at(tensor)].name, "start", number(), begin);
@@ -344,7 +358,7 @@ void Team::allreduce(void* data, int64_t count, DType dtype, Op op, std::optiona
   const bool mean = op == Op::mean;
   if (mean && (dtype == DType::int32 || dtype == DType::int64))
     throw Error("The mean of integers is not an integer. Expected op sum, min or max.");
-  failure_->throw_if_set();
+  throw_if_failed();
   try {
     ++activity_.calls;
     allreduce_->run(data, static_cast<size_t>(count), dtype, op, wire, path, tag_of(what, shape));
@@ -354,39 +368,6 @@ void Team::allreduce(void* data, int64_t count, DType dtype, Op op, std::optiona
     fail(std::current_exception());
     throw;
   }
-}
-
-std::vector<PlanProgress> Team::progress_of_plans() const {
-  std::vector<PlanProgress> all;
-  const std::lock_guard lock(plans_mutex_);
-  for (const auto& plan : plans_) all.push_back(plan->progress());
-  return all;
-}
-
-TeamReport Team::report() const {
-  TeamReport report;
-  report.exposed_seconds = exposed_seconds_;
-  report.progress_seconds = progress_seconds_;
-  report.segment_bytes = allreduce_->segment_bytes() / at(topology().local_size());
-  std::set<std::string> algorithms;
-  if (const Exchanges* exchanges = exchanges_of_all_)
-    report.segment_bytes += exchanges->segment_bytes() / at(topology().local_size());
-  const std::lock_guard lock(plans_mutex_);
-  report.steps = ended_plans_.executions;
-  report.bytes = ended_plans_.bytes;
-  report.wire_seconds = ended_plans_.seconds;
-  for (const auto& plan : plans_) {
-    report.segment_bytes += plan->segment_bytes() / at(topology().local_size());
-    const PlanTotals totals = plan->totals();
-    report.steps += totals.executions;
-    report.bytes += totals.bytes;
-    report.wire_seconds += totals.seconds;
-    report.plan_bytes += plan->layout().nbytes();
-    for (const Algorithm algorithm : plan->algorithms()) algorithms.insert(name_of(algorithm));
-  }
-  if (topology().local_size() > 1) report.algorithm = "shared memory";
-  for (const std::string& name : algorithms) report.algorithm += (report.algorithm.empty() ? "" : ", ") + name;
-  return report;
 }
 
 }  // namespace keras_hpc

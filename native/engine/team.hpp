@@ -122,7 +122,8 @@ class Team {
   // An error of this rank outside of the engine, of which the others must learn. From then on no thread of the engine
   // reads or writes memory of this rank's callers: so they may be told.
   void fail(std::exception_ptr error);
-  void throw_if_failed() const { failure_->throw_if_set(); }
+  // For who may have given the engine memory before: when it throws, no thread of the engine works on it any more.
+  void throw_if_failed() const;
   Lookout lookout() const { return Lookout(*failure_); }  // for who waits for other ranks outside of the engine
   // This rank has no more work for the team: ranks of this node that still wait for it get an error at once.
   void leave();
@@ -161,14 +162,15 @@ class Team {
   void look_after_async();
   // Does it, and makes an error the team's.
   template <class F>
-  void guarded(F&& f) {
+  auto guarded(F&& f) -> decltype(f()) {
     try {
-      f();
+      return f();
     } catch (const std::exception&) {
       fail(std::current_exception());
       throw;
     }
   }
+  void await_lanes() const;
   void withdraw(const char* why);
   void join_threads();
   template <class F>

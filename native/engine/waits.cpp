@@ -71,11 +71,14 @@ void Team::await(Plan& plan, int tensor) {
 }
 
 bool Team::wait_all_async(Plan& plan, void (*done)(void*, const char*), void* arg) {
-  failure_->throw_if_set();
+  throw_if_failed();
   if (options_.threads == 0) return false;
   {
-    const std::lock_guard lock(async_mutex_);
-    failure_->throw_if_set();  // again: fail() empties the list after it has set the error
+    std::unique_lock lock(async_mutex_);
+    if (failure_->is_set()) {  // again: fail() empties the list after it has set the error
+      lock.unlock();
+      throw_if_failed();
+    }
     async_.push_back({&plan, 0, done, arg, Clock::now(), Lookout(*failure_)});
     ++asynchronous_waits_;
   }

@@ -61,7 +61,7 @@ std::unique_ptr<SimulatedTransport> make_transport(int size, const Options& opti
 
 // A rank's side of a team. The first lane is served by the rank itself.
 struct Rank {
-  Rank(Transport& transport, int lanes) : failure(transport.topology(), &bell, &caller, 0.0) {
+  Rank(Transport& transport, int lanes) : failure(transport.topology(), &bell, 1, 0.0) {
     for (int lane = 0; lane < lanes; ++lane) channels.push_back(transport.open_channel());
     context.topology = &transport.topology();
     context.bells = &bell;

@@ -13,12 +13,12 @@
 
 #include "common/control_group.hpp"
 #include "common/error.hpp"
+#include "common/pages.hpp"
 
 namespace keras_hpc {
 namespace {
 
 constexpr char kName[] = "keras_hpc";
-constexpr size_t kPage = 4096;
 constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, of Linux 5.14, which older headers do not have
 
 std::string mebibytes(uint64_t nbytes) {
@@ -73,7 +73,7 @@ void* map_shared_file(int descriptor, size_t nbytes) {
 }
 
 void reserve_shared_memory(int descriptor, std::byte* data, size_t begin, size_t end) {
-  begin = begin / kPage * kPage;
+  begin = begin / page_size() * page_size();
   if (begin >= end) return;
   if (madvise(data + begin, end - begin, kPopulateWrite) == 0) return;
   if (errno != EINVAL) throw cannot_reserve(end - begin, errno);
@@ -83,11 +83,13 @@ void reserve_shared_memory(int descriptor, std::byte* data, size_t begin, size_t
 }
 
 void reach_shared_memory(std::byte* data, size_t nbytes) {
-  for (size_t page = 0; page < nbytes; page += kPage) static_cast<void>(*static_cast<volatile std::byte*>(data + page));
+  for (size_t page = 0; page < nbytes; page += page_size())
+    static_cast<void>(*static_cast<volatile std::byte*>(data + page));
 }
 
 void hide_from_children(void* data, size_t nbytes) {
-  if (nbytes >= kPage) madvise(data, nbytes / kPage * kPage, MADV_DONTFORK);
+  // Whole pages, so that none is lost that has something else, too.
+  if (nbytes >= page_size()) madvise(data, nbytes / page_size() * page_size(), MADV_DONTFORK);
 }
 
 void unmap_shared_file(void* data, size_t nbytes) {

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <thread>
 #include <vector>
@@ -83,12 +84,34 @@ void work(Team& team, int rank, int ranks, int seed) {
   }
 }
 
+// Executes a plan until a start says that the team has failed, and uses the memory again at once.
+void start_until_told(Team& team, Plan& plan) {
+  std::vector<float> data(300000, 1);
+  const auto is_told = [&] {
+    try {
+      team.start(plan, 0, data.data(), 1.0);
+    } catch (const Error& e) {
+      return std::strstr(e.what(), "started twice") == nullptr;
+    }
+    return false;
+  };
+  try {
+    while (!is_told())
+      if (plan.is_complete(0)) team.wait(plan, 0);
+  } catch (const Error&) {  // the wait was first
+  }
+  data.assign(300000, 2);
+}
+
 // Rank 0 gives up, uses its memory again at once, and closes the team while a thread of its own waits for another plan.
 void give_up(Team& team, int rank, int late_ms) {
   const auto plan = team.make_plan("plan", {{"a", DType::float32, 100000}}, {Op::sum, false});
   const auto other = team.make_plan("other", {{"b", DType::float32, 1000}}, {Op::sum, false});
+  const auto third = team.make_plan("third", {{"c", DType::float32, 300000}}, {Op::sum, false});
+  team.barrier();
+  team.set_time_limit(rank == 0 ? 0.02 : 0.1);
   std::vector<float> a(100000, 1), b(1000, 1);
-  std::thread waiter;
+  std::thread waiter, starter([&] { start_until_told(team, *third); });
   if (rank == 0) {
     waiter = std::thread([&] {
       try {
@@ -110,6 +133,7 @@ void give_up(Team& team, int rank, int late_ms) {
   }
   a.assign(100000, 3);
   team.close();
+  starter.join();
   if (rank == 0) waiter.join();
 }
 
@@ -150,8 +174,6 @@ int main() {
         options.grace_seconds = 0.05;
         Team team(std::move(transports[static_cast<size_t>(rank)]), 0, options);
         team.allreduce_call().choices().add(Choices::Named{"network", 0, SIZE_MAX, "pairwise"});
-        team.barrier();
-        team.set_time_limit(rank == 0 ? 0.02 : 0.1);
         give_up(team, rank, i);
       });
     for (std::thread& thread : everyone) thread.join();

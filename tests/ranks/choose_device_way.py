@@ -79,6 +79,9 @@ assert len(trials) == 5
 assert way_of(team, "tried again", 100_000, in_segment=True) == "nccl"
 assert trials[5:] == ["staged", "nccl"]
 team.close()
+other.close()
+other = make_team(world, 1, 1, 60.0, 30.0)
+assert way_of(other, "of another team of a later job", 1000, in_segment=True) == "staged"
 # One GPU has no memory left: nobody waits for that rank in a trial.
 team = make_team(world, 0, 1, 60.0, 30.0)
 if rank == 1:
