@@ -85,6 +85,7 @@ class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
             )
         self.batch_size, self.decode = batch_size, decode
         self._order = Order(stop - self.first, shuffle, block or self.store.block, mixed, seed, epoch=0)
+        self._is_over = False  # whether the last batch of the order was asked for
         self._names = list(self.store.spec)
 
     def __len__(self) -> int:
@@ -104,15 +105,18 @@ class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
     def rows(self, number: int, start: int, stop: int) -> Any:
         """Return samples `start` to `stop` of a batch. keras_hpc calls it where ranks share a batch."""
         begin = number * self.batch_size
-        return self._decoded(self._order.at(begin + start, begin + stop) + self.first)
+        samples = self._order.at(begin + start, begin + stop) + self.first
+        self._is_over |= number + 1 == len(self)
+        return self._decoded(samples)
 
     def set_epoch(self, epoch: int) -> None:
         """Take the order of an epoch. keras_hpc calls it when a pass begins."""
-        self._order = dataclasses.replace(self._order, epoch=epoch)
+        self._order, self._is_over = dataclasses.replace(self._order, epoch=epoch), False
 
     def on_epoch_end(self) -> None:
-        """Take the order of the next epoch. Keras calls it; where keras_hpc does, `set_epoch` has the last word."""
-        self.set_epoch(self._order.epoch + 1)
+        """Take the order of the next epoch, if this one is over: with `steps_per_epoch` Keras calls it earlier."""
+        if self._is_over:
+            self.set_epoch(self._order.epoch + 1)
 
     def _decoded(self, samples: np.ndarray) -> Any:
         found = self._read(samples)

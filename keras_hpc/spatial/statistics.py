@@ -113,6 +113,8 @@ def _of_part(layer: Any, variable: Any, rows: Sequence[slice], rank: int) -> Any
     if type(layer) is layers.GroupNormalization:
         return ops.convert_to_tensor(variable)
     axes = sorted(reduced_axes(layer, rank) or ())
-    whole = ops.convert_to_tensor(variable)
+    given = [axis % rank for axis in (layer.axis if isinstance(layer.axis, (list, tuple)) else [layer.axis])]
+    # Keras takes the numbers as they lie in memory, in whatever order the axes are given.
+    whole = ops.reshape(variable, [variable.shape[given.index(axis)] for axis in axes])
     mine = whole[tuple(rows[axis] for axis in axes)]
     return ops.reshape(mine, [mine.shape[axes.index(axis)] if axis in axes else 1 for axis in range(rank)])

@@ -73,6 +73,25 @@ def test_steps_per_epoch_continue_through_the_data(monkeypatch):
     assert_like_one_rank(compiled(), in_order(epochs=3, steps_per_epoch=4))
 
 
+def test_a_pass_over_files_has_one_order_in_several_epochs(monkeypatch, tmp_path):
+    monkeypatch.setattr(job(), "batch", "global")
+    x, y = data()
+    path = keras_hpc.broadcast_object(str(tmp_path / "data.npz"))
+    if keras_hpc.rank() == 0:
+        np.savez(path, x=x, y=y, number=np.arange(len(x)))
+    keras_hpc.barrier()
+    read = []
+
+    def noting(found):
+        read.extend(found["number"].tolist())
+        return found["x"], found["y"]
+
+    fields = ("x", "y", "number")
+    files = keras_hpc.data.Dataset(path, 5, fields=fields, samples=(0, 180), block=4, decode=noting)
+    compiled()().fit(files, epochs=2, steps_per_epoch=18, verbose=0)
+    assert {number for part in everyone(read) for number in part} == set(range(180))
+
+
 @pytest.mark.skipif(keras.backend.backend() == "torch", reason="Keras refuses several steps per execution on PyTorch")
 def test_steps_per_execution(monkeypatch):
     monkeypatch.setattr(job(), "batch", "global")

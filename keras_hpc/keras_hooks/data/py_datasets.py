@@ -66,7 +66,8 @@ class _Pass(keras.utils.PyDataset):  # type: ignore[misc]
         self.source.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        self.source.on_epoch_end()
+        if not isinstance(self.source, Dataset):  # which is told the epoch where a pass begins; this one may go on
+            self.source.on_epoch_end()
 
 
 def _of_files(source: Dataset, step: int, shard: Shard) -> Any:
