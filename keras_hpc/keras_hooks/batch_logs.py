@@ -2,8 +2,9 @@
 """Logs after a batch that a callback of the user's own looks at are those of all ranks, as at the end of an epoch.
 
 Each rank has its own, from its samples. What a callback makes of them, as a learning rate, would be something else on
-each rank, whose weights would then go apart. Where nobody looks at them, nothing is exchanged. Of virtual ranks a rank
-has those of its last part: there what ends training at a NaN looks at them, too, to see it in any part.
+each rank, whose weights would then go apart. Where nobody looks at them, nothing is exchanged; else it is also in local
+steps, which send nothing themselves. Of virtual ranks a rank has those of its last part: there what ends training at a
+NaN looks at them, too, to see it in any part.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def of_all_ranks(call: running.Call, logs: Any) -> Any:
         call: the running `fit`.
         logs: those of this rank. What its metrics have counted stays its own.
     """
-    if not call.active or not call.merges_logs or current.team_of(call.model).schedule.local is not None:
+    if not call.active or not call.merges_logs:
         return logs
     model = call.model
     if keras.backend.backend() == "jax":
