@@ -243,9 +243,9 @@ def _say_what_falls_behind(model: Any) -> None:
     if names and current.team_of(model).size > 1 and f"states of {model.name}" not in job.said:
         job.said.add(f"states of {model.name}")
         current.notice(
-            f"with local steps what layers of model `{model.name}` keep is each rank's own, and their mean at the end of "
-            "an epoch: counts of a rank that has no samples in a step fall behind, and what adds up samples is those of "
-            f"one rank. Received: {', '.join(names)}"
+            f"with local steps what layers of model `{model.name}` keep is each rank's own, and the mean of all at the "
+            "end of an epoch: counts of a rank that has no samples in a step fall behind, and what adds up samples has "
+            f"those of one rank. Received: {', '.join(names)}"
         )
 
 

@@ -87,6 +87,8 @@ def test_refusals_come_from_compile(grid):
         keras.Model(inputs, [y, layers.GlobalAveragePooling2D()(y)]).compile("sgd", "mse")
     with pytest.raises(ValueError, match="arranged by init"):
         keras_hpc.partition(model, parts=7)
+    with pytest.raises(ValueError, match="without spatial"):
+        keras_hpc.keep_local(model.layers[0])
 
 
 def test_arguments_of_init():

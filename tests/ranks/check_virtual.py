@@ -318,6 +318,7 @@ def test_what_training_refuses():
         (Own, lambda model: model.fit(x, y, **FIT), "train_step"),
         (keras.Sequential, lambda model: keras_hpc.step(1).__enter__(), "keras_hpc.step"),
         (keras.Sequential, lambda model: keras_hpc.configure_team(schedule="pipelined"), "pipelined"),
+        (keras.Sequential, lambda model: keras_hpc.keep_local(model.layers[0]), "without virtual_ranks"),
     ):
         model = make([keras.Input((36,)), keras.layers.Dense(3, activation="softmax")])
         model.compile("sgd", "sparse_categorical_crossentropy")
