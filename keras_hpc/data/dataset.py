@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
@@ -109,8 +110,14 @@ class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
         self._is_over |= number + 1 == len(self)
         return self._decoded(samples)
 
+    def of_epoch(self, epoch: int) -> Dataset:
+        """Return the same in the order of an epoch, whatever this one's is. keras_hpc reads each pass from one."""
+        other = copy.copy(self)
+        other.set_epoch(epoch)
+        return other
+
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of an epoch. keras_hpc calls it when a pass begins."""
+        """Take the order of an epoch."""
         self._order, self._is_over = dataclasses.replace(self._order, epoch=epoch), False
 
     def on_epoch_end(self) -> None:

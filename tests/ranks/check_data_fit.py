@@ -7,6 +7,7 @@ import logging
 import keras
 import numpy as np
 import pytest
+from checkpoint_cases import only_on
 from data_cases import Batches, _job, mode, opened
 from keras_cases import BATCH, SAMPLES, assert_like_one_rank, data, dense, everyone, job, values
 
@@ -73,23 +74,39 @@ def test_steps_per_epoch_continue_through_the_data(monkeypatch):
     assert_like_one_rank(compiled(), in_order(epochs=3, steps_per_epoch=4))
 
 
-def test_a_pass_over_files_has_one_order_in_several_epochs(monkeypatch, tmp_path):
+class Noting(keras.layers.Layer):
+    """Notes the first number of each sample that is trained on."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def call(self, x, training=False):
+        if training and hasattr(x, "tolist"):
+            self.seen += x[:, 0].tolist()
+        return x
+
+
+@only_on("torch")  # where layers see values
+def test_a_pass_over_files_keeps_its_order(monkeypatch, tmp_path):
+    """Over several epochs, and while somebody else reads the same."""
     monkeypatch.setattr(job(), "batch", "global")
-    x, y = data()
     path = keras_hpc.broadcast_object(str(tmp_path / "data.npz"))
     if keras_hpc.rank() == 0:
-        np.savez(path, x=x, y=y, number=np.arange(len(x)))
+        np.savez(path, x=np.arange(180, dtype="float32")[:, None], y=np.zeros((180, 1), "float32"))
     keras_hpc.barrier()
-    read = []
+    files = keras_hpc.data.Dataset(path, 5, fields=("x", "y"), block=4)
+    noting = Noting()
+    model = keras.Sequential([keras.Input((1,)), noting, keras.layers.Dense(1)])
+    model.compile("sgd", "mae")
 
-    def noting(found):
-        read.extend(found["number"].tolist())
-        return found["x"], found["y"]
+    class Evaluate(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 4:
+                self.model.evaluate(files, verbose=0)
 
-    fields = ("x", "y", "number")
-    files = keras_hpc.data.Dataset(path, 5, fields=fields, samples=(0, 180), block=4, decode=noting)
-    compiled()().fit(files, epochs=2, steps_per_epoch=18, verbose=0)
-    assert {number for part in everyone(read) for number in part} == set(range(180))
+    model.fit(files, epochs=2, steps_per_epoch=18, verbose=0, callbacks=[Evaluate()])
+    assert sorted(number for part in everyone(noting.seen) for number in part) == list(range(180))
 
 
 @pytest.mark.skipif(keras.backend.backend() == "torch", reason="Keras refuses several steps per execution on PyTorch")

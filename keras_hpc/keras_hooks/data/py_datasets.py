@@ -66,8 +66,7 @@ class _Pass(keras.utils.PyDataset):  # type: ignore[misc]
         self.source.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        if not isinstance(self.source, Dataset):  # which is told the epoch where a pass begins; this one may go on
-            self.source.on_epoch_end()
+        self.source.on_epoch_end()
 
 
 def _of_files(source: Dataset, step: int, shard: Shard) -> Any:
@@ -141,7 +140,7 @@ class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc, valid-type]
         epoch, first = self.passes.begin()
         order = None
         if isinstance(source, Dataset):
-            source.set_epoch(epoch)
+            source = source.of_epoch(epoch)  # whoever else reads it, as an `evaluate` amid the pass
         if self.shuffle:
             batches = Partition(source.num_batches, 1, shard)
             order = batches.order(True, self.seed, epoch)
