@@ -86,7 +86,6 @@ class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
             )
         self.batch_size, self.decode = batch_size, decode
         self._order = Order(stop - self.first, shuffle, block or self.store.block, mixed, seed, epoch=0)
-        self._is_over = False  # whether the last batch of the order was asked for
         self._names = list(self.store.spec)
 
     def __len__(self) -> int:
@@ -106,9 +105,7 @@ class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
     def rows(self, number: int, start: int, stop: int) -> Any:
         """Return samples `start` to `stop` of a batch. keras_hpc calls it where ranks share a batch."""
         begin = number * self.batch_size
-        samples = self._order.at(begin + start, begin + stop) + self.first
-        self._is_over |= number + 1 == len(self)
-        return self._decoded(samples)
+        return self._decoded(self._order.at(begin + start, begin + stop) + self.first)
 
     def of_epoch(self, epoch: int) -> Dataset:
         """Return the same in the order of an epoch, whatever this one's is. keras_hpc reads each pass from one."""
@@ -118,12 +115,11 @@ class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
 
     def set_epoch(self, epoch: int) -> None:
         """Take the order of an epoch."""
-        self._order, self._is_over = dataclasses.replace(self._order, epoch=epoch), False
+        self._order = dataclasses.replace(self._order, epoch=epoch)
 
     def on_epoch_end(self) -> None:
-        """Take the order of the next epoch, if this one is over: with `steps_per_epoch` Keras calls it earlier."""
-        if self._is_over:
-            self.set_epoch(self._order.epoch + 1)
+        """Take the order of the next epoch. Keras calls it; what keras_hpc reads a pass from keeps its own."""
+        self.set_epoch(self._order.epoch + 1)
 
     def _decoded(self, samples: np.ndarray) -> Any:
         found = self._read(samples)
