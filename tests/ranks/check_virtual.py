@@ -324,6 +324,14 @@ def test_what_training_refuses():
         model.compile("sgd", "sparse_categorical_crossentropy")
         with pytest.raises(ValueError, match=message):
             call(model)
+    if keras.backend.backend() == "torch":
+        import torch
+
+        module = keras.layers.TorchModuleWrapper(torch.nn.BatchNorm1d(36), output_shape=(None, 36))
+        keeping = keras.Sequential([keras.Input((36,)), module, keras.layers.Dense(3, activation="softmax")])
+        keeping.compile("sgd", "sparse_categorical_crossentropy")
+        with pytest.raises(ValueError, match="running_mean"):
+            keeping.fit(x, y, **FIT)
     weighted = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
     model.compile("sgd", weighted)
     with pytest.raises(ValueError, match="mean_with_sample_weight"):

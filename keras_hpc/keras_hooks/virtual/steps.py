@@ -66,6 +66,13 @@ def check(model: Any, kind: str) -> None:
     extremes = [v.path for v in model.trainable_variables if getattr(v, "overwrite_with_gradient", False)]
     if extremes:
         raise ValueError(f"{said}has no float8 scales so far. Received: {extremes[0]}")
+    layers = model._flatten_layers() if keras.backend.backend() == "torch" else ()
+    buffers = [f"{layer.name}/{name}" for layer in layers for name, _ in layer.named_buffers()]
+    if buffers and kind == "train":  # of which parts have none of their own
+        raise ValueError(
+            f"{said}has no modules of PyTorch that keep more than weights so far. Expected layers of Keras. Received: "
+            f"{', '.join(buffers)}"
+        )
 
 
 def _virtual() -> Virtual:
