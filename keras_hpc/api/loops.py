@@ -88,9 +88,16 @@ def keep_local(layer: Any) -> None:
 
     Raises:
         TypeError: it is no layer.
+        ValueError: ranks are not what variables belong to: with `init(virtual_ranks=)` or `init(spatial=)`.
     """
     import keras
 
     if not isinstance(layer, keras.Layer):
         raise TypeError(f"`layer` has the variables. Expected a Keras layer. Received: {layer!r}")
-    current.job().known.keep_local(layer)
+    job = current.job()
+    if job.virtual is not None or job.group is not None:
+        raise ValueError(
+            "keep_local makes variables of each rank, where a rank computes what is its own. Expected init() without "
+            f"{'virtual_ranks' if job.virtual is not None else 'spatial'}. Received: layer `{layer.name}`"
+        )
+    job.known.keep_local(layer)

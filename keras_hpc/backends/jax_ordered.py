@@ -10,6 +10,7 @@ import numpy as np
 from jax._src import core, dispatch, effects  # as JAX's own callbacks have them
 from jax.interpreters import batching, mlir
 
+from keras_hpc.backends import jax_chain
 from keras_hpc.backends.jax_device import number_of_gpu
 
 # Handlers; of buffers on the host, and on a GPU.
@@ -34,12 +35,12 @@ for _kind in ("ordered", "lowerable", "control_flow_allowed", "custom_derivative
 
 _allreduce_p = jax.extend.core.Primitive("keras_hpc_allreduce")
 _allreduce_p.def_impl(functools.partial(dispatch.apply_primitive, _allreduce_p))
-_allreduce_p.def_effectful_abstract_eval(lambda x, **_: (core.ShapedArray(x.shape, x.dtype), {_ORDER}))
+_allreduce_p.def_effectful_abstract_eval(lambda x, *_, **__: (core.ShapedArray(x.shape, x.dtype), {_ORDER}))
 # Each element is reduced by itself, so an axis more is an axis more.
 batching.primitive_batchers[_allreduce_p] = lambda xs, axes, **options: (_allreduce_p.bind(*xs, **options), axes[0])
 
 
-def _lower(ctx: Any, x: Any, *, team: int, op: str, what: str) -> Any:
+def _lower(ctx: Any, x: Any, *earlier: Any, team: int, op: str, what: str) -> Any:
     avals = [ctx.avals_in[0], core.abstract_token]
     target = TARGET if number_of_gpu() is None else TARGET_ON
     rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases={0: 0})
@@ -47,7 +48,8 @@ def _lower(ctx: Any, x: Any, *, team: int, op: str, what: str) -> Any:
     known: dict[str, Any] = {"team": np.int32(team), "op": op, "what": what}
     if (device := number_of_gpu()) is not None:
         known["device"] = np.int32(device)
-    y, token = rule(ctx.replace(avals_in=avals, avals_out=avals), x, token, **known)
+    given = ctx.replace(avals_in=[*ctx.avals_in, core.abstract_token], avals_out=avals)
+    y, token = rule(given, x, *earlier, token, **known)
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_ORDER: token})))
     return [y]
 
@@ -57,6 +59,10 @@ for _platform in ("cpu", "cuda"):
 
 
 def allreduce(x: Any, team: int, op: str, what: str) -> jax.Array:
-    """Reduce an array where the program runs; what one rank traces is communicated in its order. Collective then."""
-    reduced: jax.Array = _allreduce_p.bind(x, team=team, op=op, what=what)
+    """Reduce an array where the program runs; what one rank traces is communicated in its order. Collective then.
+
+    So it is beside the plans of the program: this call comes after those before it, and those after it come later.
+    """
+    reduced: jax.Array = _allreduce_p.bind(x, *jax_chain.before(), team=team, op=op, what=what)
+    jax_chain.note([reduced])
     return reduced

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
@@ -106,12 +107,18 @@ class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
         begin = number * self.batch_size
         return self._decoded(self._order.at(begin + start, begin + stop) + self.first)
 
+    def of_epoch(self, epoch: int) -> Dataset:
+        """Return the same in the order of an epoch, whatever this one's is. keras_hpc reads each pass from one."""
+        other = copy.copy(self)
+        other.set_epoch(epoch)
+        return other
+
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of an epoch. keras_hpc calls it when a pass begins."""
+        """Take the order of an epoch."""
         self._order = dataclasses.replace(self._order, epoch=epoch)
 
     def on_epoch_end(self) -> None:
-        """Take the order of the next epoch. Keras calls it; where keras_hpc does, `set_epoch` has the last word."""
+        """Take the order of the next epoch. Keras calls it; what keras_hpc reads a pass from keeps its own."""
         self.set_epoch(self._order.epoch + 1)
 
     def _decoded(self, samples: np.ndarray) -> Any:

@@ -2,7 +2,9 @@
 """Logs after a batch that a callback of the user's own looks at are those of all ranks, as at the end of an epoch.
 
 Each rank has its own, from its samples. What a callback makes of them, as a learning rate, would be something else on
-each rank, whose weights would then go apart. Where nobody looks at them, nothing is exchanged.
+each rank, whose weights would then go apart. Where nobody looks at them, nothing is exchanged; else it is also in local
+steps, which send nothing themselves. Of virtual ranks a rank has those of its last part: there what ends training at a
+NaN looks at them, too, to see it in any part.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ _HOOKS = "on_batch_end", "on_train_batch_end"
 
 def anyone_looks(callbacks: Sequence[Any]) -> bool:
     """Return whether a callback of the user's own looks at logs after a batch, as far as one can see."""
-    if current.job().virtual is not None:
-        return False
     return any(_looks(getattr(callback, "callback", callback)) for callback in callbacks)
 
 
 def _looks(callback: Any) -> bool:
+    if isinstance(callback, keras.callbacks.TerminateOnNaN) and current.job().virtual is not None:
+        return True
     ours = type(callback).__module__.startswith(("keras.", "keras_hpc."))
     if isinstance(callback, RootOnly) or (ours and not isinstance(callback, keras.callbacks.LambdaCallback)):
         return False
@@ -53,7 +55,7 @@ def of_all_ranks(call: running.Call, logs: Any) -> Any:
         call: the running `fit`.
         logs: those of this rank. What its metrics have counted stays its own.
     """
-    if not call.active or not call.merges_logs or current.team_of(call.model).schedule.local is not None:
+    if not call.active or not call.merges_logs:
         return logs
     model = call.model
     if keras.backend.backend() == "jax":

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_hpc import backends
@@ -116,6 +117,26 @@ def _of_all(variables: Sequence[Any], before: Sequence[Any], now: Sequence[Any])
         result.append(_after(old, move / divisor))
         start = end
     return result
+
+
+def of_parts(variable: Any, before: Any, after: np.ndarray, samples: np.ndarray) -> Any:
+    """Return the value of a state after the step of all virtual ranks, whatever rank has computed which of them.
+
+    Args:
+        variable: whose value it is.
+        before: its value, the same for all parts.
+        after: what the step of each part has made of it, (parts, ...).
+        samples: of each part.
+    """
+    before = ops.convert_to_tensor(before)
+    dtype = "float64" if standard_dtype(variable) == "float64" else "float32"
+    with_samples = samples > 0
+    moves = _moved(before, backends.current().from_numpy(after[with_samples], before), dtype)
+    if variable.aggregation == "sum":
+        return _after(before, ops.sum(moves, axis=0))
+    weights = samples[with_samples].reshape(-1, *[1] * len(variable.shape))
+    move = ops.sum(ops.convert_to_tensor(weights, dtype) * moves, axis=0)
+    return _after(before, move / max(int(samples.sum()), 1))
 
 
 def _is_float(value: Any) -> bool:

@@ -22,7 +22,7 @@ from keras_hpc.job import current
 from keras_hpc.job.local_plan import ANCHOR, EXCHANGE, LAST, SYNCHRONOUS, LocalPlan, State
 from keras_hpc.job.plan import TensorSpec
 from keras_hpc.job.schedule import Schedule
-from keras_hpc.keras_hooks import local_states, replicas, running
+from keras_hpc.keras_hooks import layer_states, local_states, replicas, running
 from keras_hpc.keras_hooks import variables as model_variables
 
 
@@ -230,10 +230,23 @@ def _window(schedule: Schedule, optimizer: Any, steps: int | None, done: int = 0
 
 def set_window(model: Any, schedule: Schedule, steps: int | None, done: int) -> None:
     """Tell the engine which of a training's steps are local; see `Schedule.window`."""
+    _say_what_falls_behind(model)
     known = current.job().known.optimizer(model.optimizer)
     known.window = _window(schedule, model.optimizer, steps, done)
     if isinstance(known.local, LocalWeights):
         known.local.plan.set_schedule(*known.window)
+
+
+def _say_what_falls_behind(model: Any) -> None:
+    """Tells the user of what layers keep that is no statistic: to move as on one rank it would be sent in each step."""
+    job, names = current.job(), [variable.path for variable in layer_states.shared(model)]
+    if names and current.team_of(model).size > 1 and f"states of {model.name}" not in job.said:
+        job.said.add(f"states of {model.name}")
+        current.notice(
+            f"with local steps what layers of model `{model.name}` keep is each rank's own, and the mean of all at the "
+            "end of an epoch: counts of a rank that has no samples in a step fall behind, and what adds up samples has "
+            f"those of one rank. Received: {', '.join(names)}"
+        )
 
 
 def is_apart(model: Any) -> bool:

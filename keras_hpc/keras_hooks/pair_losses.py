@@ -50,24 +50,44 @@ def check(loss: Any, y_true: Any, y_pred: Any) -> None:
     """
     if loss in _known or not _is_users(loss):
         return
-    for draw in range(_DRAWS):
-        samples, others = (_made_up((y_true, y_pred), 4 * draw + more) for more in (0, 2))
-        try:
-            both = keras.tree.map_structure(lambda x, y: np.concatenate([x, y]), samples, others)
-            with backends.current().outside_programs():
-                alone, again, beside = (_values(loss.call, loss.dtype, given) for given in (samples, samples, both))
-        except Exception:  # noqa: BLE001  it may refuse made-up samples; what is wrong with it, it raises again
-            return
-        if beside.shape != (2 * len(alone), *alone.shape[1:]) or not (again == alone).all():
-            return  # no loss of each sample, or not a number, or random
-        if (abs(beside[: len(alone)] - alone) > _TOLERANCE * abs(alone).max(initial=0)).any():
-            raise ValueError(
-                f"The loss `{loss.name}` gives a sample another loss beside other samples. So it compares the samples "
-                "of a batch, of which each rank has a part, and ranks cannot compute what one rank computes. With "
-                'init(batch="global"), return a loss for each sample that depends on this sample alone; or use '
-                'batch="local". Received: losses that change beside other samples'
-            )
+    if depends_on_others(loss.call, loss.dtype, y_true, y_pred):
+        raise ValueError(
+            f"The loss `{loss.name}` gives a sample another loss beside other samples. So it compares the samples of a "
+            "batch, of which each rank has a part, and ranks cannot compute what one rank computes. With "
+            'init(batch="global"), return a loss for each sample that depends on this sample alone; or use '
+            'batch="local". Received: losses that change beside other samples'
+        )
     _known.add(loss)  # not one that was refused: it is refused again
+
+
+def depends_on_others(function: Callable[..., Any], dtype: str, y_true: Any, y_pred: Any, axis: int = 0) -> bool:
+    """Return whether a function gives something else for samples, or positions of them, beside others.
+
+    If it gives no answer, as one that draws random numbers, it does not. Without communication.
+
+    Args:
+        function: of `y_true` and `y_pred`.
+        dtype: what both are converted to.
+        y_true: what it gets in a step, of which only shapes and dtypes matter.
+        y_pred: likewise.
+        axis: 0: of samples; 1 and more: of positions, for each of which there must be a value.
+    """
+    for draw in range(_DRAWS):
+        these, others = (_made_up((y_true, y_pred), 4 * draw + more) for more in (0, 2))
+        try:
+            both = keras.tree.map_structure(lambda x, y: np.concatenate([x, y], axis), these, others)
+            with backends.current().outside_programs():
+                alone, again, beside = (_values(function, dtype, given) for given in (these, these, both))
+        except Exception:  # noqa: BLE001  it may refuse made-up samples; what is wrong with it, it raises again
+            return False
+        if alone.ndim <= axis or not np.array_equal(again, alone):
+            return False  # no value for each, or not a number, or random
+        if beside.shape != (*alone.shape[:axis], 2 * alone.shape[axis], *alone.shape[axis + 1 :]):
+            return axis > 0
+        here = np.take(beside, range(alone.shape[axis]), axis)
+        if (abs(here - alone) > _TOLERANCE * abs(alone).max(initial=0)).any():
+            return True
+    return False
 
 
 def check_number(loss: Any, y_true: Any, y_pred: Any) -> None:

@@ -5,7 +5,8 @@ Targets are cut like the outputs, and a loss that is a mean over positions is mu
 
     share = this rank's positions / the mean of those of the group's ranks
 
-so that its mean over the group is the loss of the whole sample; the means that metrics keep are weighted by it.
+so that its mean over the group is the loss of the whole sample; the means that metrics keep are weighted by it. Losses
+and metrics are asked once, of made-up samples, whether the value of a position depends on others.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ import dataclasses
 import functools
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 
-from keras_hpc.keras_hooks import keras_private, parts, running
+from keras_hpc.keras_hooks import keras_private, pair_losses, parts, running
 
 Method = Callable[..., Any]
+_ASKED_ROWS = 8  # of made-up samples, of each axis
+
+_asked: weakref.WeakSet[Any] = weakref.WeakSet()  # losses and metrics that do not mix positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +38,34 @@ class _Part:
         share: this rank's positions, divided by what the group's ranks have on average.
         copies: how many ranks of the group have the same part.
         extents: rows of each spatial axis that this rank has.
+        split: the axes along which outputs are split, 1 for the first spatial one.
         repeats: of each array of sample weights, how many parts have the same, as they are not cut.
     """
 
     share: float
     copies: int
     extents: tuple[int, ...]
+    split: frozenset[int]
     repeats: frozenset[int] = frozenset()
+
+    def ask(self, what: str, function: Callable[..., Any], dtype: str, y_true: Any, y_pred: Any) -> None:
+        """Raise if what a function gives for a position depends on other positions, which may be another rank's."""
+
+        def small(leaf: Any) -> Any:
+            shape = list(leaf.shape)
+            for axis, rows in enumerate(self.extents, 1):
+                if axis < len(shape) and shape[axis] == rows:
+                    shape[axis] = min(rows, _ASKED_ROWS)
+            return keras.KerasTensor(shape, keras.backend.standardize_dtype(leaf.dtype))
+
+        given = keras.tree.map_structure(small, (y_true, y_pred))
+        for axis in sorted(self.split):
+            if pair_losses.depends_on_others(function, dtype, given[0], given[1], axis):
+                raise ValueError(
+                    f"{what} of outputs in parts mixes positions, and ranks see a part of them only. Expected a value "
+                    "for each position that depends on this position alone; or leave the model whole: "
+                    f"keras_hpc.partition(model, parts=1). Received: values that change beside others along axis {axis}"
+                )
 
     def check(self, values: Any, what: str) -> None:
         """Raise unless there is a value for each position: what mixes positions cannot be added up from parts."""
@@ -68,6 +94,8 @@ def install(job: Any, patcher: Any) -> None:
     patcher.patch(trainer, "compute_loss", functools.partial(_on_parts, "loss"))
     patcher.patch(trainer, "compute_metrics", functools.partial(_on_parts, "metric"))
     patcher.patch(keras.metrics.Mean, "update_state", _weighted)
+    patcher.patch(keras.losses.Loss, "__call__", _asking_loss)
+    patcher.patch(keras.metrics.MeanMetricWrapper, "update_state", _asking_metric)
 
 
 def _on_parts(kind: str, original: Method) -> Method:
@@ -117,8 +145,9 @@ def _part_of(model: Any, y_pred: Any) -> _Part | None:
     runner = parts.runner_of(model)
     if runner is None or running.step() is None or not parts.communicates():
         return None
-    rank = len(runner.plan.model.outputs[0].shape)
-    return _Part(runner.share(0), runner.copies(0), tuple(int(rows) for rows in leaves[0].shape[1 : max(rank - 1, 2)]))
+    output, split = parts.outputs_of(runner.plan)[0]
+    extents = tuple(int(rows) for rows in leaves[0].shape[1 : max(len(output.shape) - 1, 2)])
+    return _Part(runner.share(0), runner.copies(0), extents, split)
 
 
 def _cut(runner: Any, what: str, leaf: Any) -> Any:
@@ -180,6 +209,29 @@ def share_of_loss(values: Any, reduction: Any) -> float | None:
     if reduction in (None, "none"):
         raise ValueError(f"A loss of outputs in parts is reduced. Expected a mean or a sum. Received: {reduction!r}")
     return part.share
+
+
+def _asking_loss(original: Method) -> Method:
+    @functools.wraps(original)
+    def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if _of.loss is not None and self not in _asked:
+            _of.loss.ask(f"The loss `{self.name}`", self.call, self.dtype, y_true, y_pred)
+            _asked.add(self)
+        return original(self, y_true, y_pred, sample_weight=sample_weight)
+
+    return __call__
+
+
+def _asking_metric(original: Method) -> Method:
+    @functools.wraps(original)
+    def update_state(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if _of.metric is not None and self not in _asked:
+            function = functools.partial(self._fn, **self._fn_kwargs)
+            _of.metric.ask(f"The metric `{self.name}`", function, self.dtype, y_true, y_pred)
+            _asked.add(self)
+        return original(self, y_true, y_pred, sample_weight=sample_weight)
+
+    return update_state
 
 
 def _weighted(original: Method) -> Method:

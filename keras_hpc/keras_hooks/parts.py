@@ -119,7 +119,13 @@ def runner_of(model: Any) -> Runner | None:
 def gives_parts(model: Any) -> bool:
     """Return whether outputs are this rank's parts in the steps of a model, and losses and metrics are of these."""
     runner = runner_of(model)
-    return runner is not None and any(runner.plan.outputs) and _steps_are_keras_own(model)
+    return runner is not None and any(runner.plan.outputs) and _steps_are_keras_own(model) and _has_keras_call(model)
+
+
+def _has_keras_call(model: Any) -> bool:
+    """Return whether a model's outputs are those of its graph, and nothing of the user's own comes behind it."""
+    base = keras.Sequential if isinstance(model, keras.Sequential) else keras_private.get(keras_private.FUNCTIONAL)
+    return all(getattr(type(model), name) is getattr(base, name) for name in ("call", "__call__"))
 
 
 def _steps_are_keras_own(model: Any) -> bool:

@@ -147,7 +147,7 @@ def _jax_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
         if len(state) == 3:  # test_step: trainable, non-trainable, metrics
             return logs, state
         trainable, non_trainable, optimizer, _ = new_state
-        own = set(map(id, _own_state(this)))
+        own = set(map(id, own_state(this.model, this.shares_states)))
         variables = zip(this.model.non_trainable_variables, non_trainable, state[1], strict=True)
         kept = [old if id(variable) in own else new for variable, new, old in variables]
         return logs, (trainable, kept, optimizer, state[3])
@@ -161,7 +161,7 @@ def _torch_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
         count = batch_size(data)
         empty = isinstance(count, int) and count == 0
         with begin(count) as this:
-            variables = [*_own_state(this), *buffers(this.model)] if empty else []
+            variables = [*own_state(this.model, this.shares_states), *buffers(this.model)] if empty else []
             before = [keras.ops.copy(variable.value) for variable in variables]
             logs = step([zeros(data, rows) if empty else data])
         for variable, value in zip(variables, before, strict=True):
@@ -188,7 +188,7 @@ def _guarded_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
             return full
 
         with begin(count) as this:
-            variables = _own_state(this)
+            variables = own_state(this.model, this.shares_states)
             before = [tf.identity(variable.value) for variable in variables]
             logs = step(keras.tree.map_structure(filled, data))
 
@@ -216,10 +216,9 @@ def _without_nan(logs: Any, empty: Any = True) -> Any:
     return keras.tree.map_structure(finite, logs)
 
 
-def _own_state(this: running.Step) -> list[Any]:
+def own_state(model: Any, shares_states: bool) -> list[Any]:
     """Return the variables that a step changes by this rank's samples alone, and not through gradients."""
-    model = this.model
-    alike = [*normalization.shared_statistics(model), *(layer_states.shared(model) if this.shares_states else [])]
+    alike = [*normalization.shared_statistics(model), *(layer_states.shared(model) if shares_states else [])]
     for layer in model._flatten_layers():
         # Whoever changes frozen weights in a step, as those of a teacher, computes them from other weights.
         alike += layer._trainable_variables

@@ -103,12 +103,12 @@ REFUSED = [
 def test_a_manifest_sets_only_what_callbacks_save(folder):
     def callbacks():
         stopping = keras.callbacks.EarlyStopping("loss", patience=3, restore_best_weights=True)
-        return [stopping, Notes(), keras.callbacks.LambdaCallback()]
+        return [stopping, Notes(), keras.callbacks.LambdaCallback(), keras_hpc.callbacks.RootOnly(Notes())]
 
     trained(folder, callbacks=callbacks())
     given = callbacks()
     trained(folder, callbacks=given)  # goes on at the end
-    assert (given[0].best_epoch, given[1].seen) == (0, 1)
+    assert (given[0].best_epoch, given[1].seen, given[3].callback.seen) == (0, 1, int(job().rank == 0))
     assert given[0].best < 9
     for name, state, said in REFUSED:
         given = keras.callbacks.CallbackList(callbacks(), add_history=False)

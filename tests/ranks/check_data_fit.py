@@ -8,6 +8,7 @@ import random
 import keras
 import numpy as np
 import pytest
+from checkpoint_cases import only_on
 from data_cases import Batches, _job, mode, opened
 from keras_cases import BATCH, SAMPLES, assert_like_one_rank, data, dense, everyone, job, values
 
@@ -72,6 +73,42 @@ def test_fit_and_evaluate_of_arrays_are_those_of_one_rank(options, mode):
 def test_steps_per_epoch_continue_through_the_data(monkeypatch):
     monkeypatch.setattr(job(), "batch", "global")
     assert_like_one_rank(compiled(), in_order(epochs=3, steps_per_epoch=4))
+
+
+class Noting(keras.layers.Layer):
+    """Notes the first number of each sample that is trained on."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def call(self, x, training=False):
+        if training and hasattr(x, "tolist"):
+            self.seen += x[:, 0].tolist()
+        return x
+
+
+@only_on("torch")  # where layers see values
+def test_a_pass_over_files_keeps_its_order(monkeypatch, tmp_path):
+    """Over several epochs, and while somebody else reads the same."""
+    monkeypatch.setattr(job(), "batch", "global")
+    path = keras_hpc.broadcast_object(str(tmp_path / "data.npz"))
+    if keras_hpc.rank() == 0:
+        np.savez(path, x=np.arange(180, dtype="float32")[:, None], y=np.zeros((180, 1), "float32"))
+    keras_hpc.barrier()
+    files = keras_hpc.data.Dataset(path, 5, fields=("x", "y"), block=4)
+    noting = Noting()
+    model = keras.Sequential([keras.Input((1,)), noting, keras.layers.Dense(1)])
+    model.compile("sgd", "mae")
+
+    class Evaluate(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 4:
+                self.model.evaluate(files, verbose=0)
+
+    model.fit(files, epochs=4, steps_per_epoch=18, verbose=0, callbacks=[Evaluate()])
+    seen = sorted(number for part in everyone(noting.seen) for number in part)
+    assert seen == sorted([*range(180), *range(180)])
 
 
 @pytest.mark.skipif(keras.backend.backend() == "torch", reason="Keras refuses several steps per execution on PyTorch")

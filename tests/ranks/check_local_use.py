@@ -116,6 +116,43 @@ def test_a_callback_that_stops_on_one_rank():
 
 
 @enough_on("torch")
+def test_a_callback_that_looks_at_logs_sees_those_of_all_ranks():
+    class FromLogs(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            rates.append(0.01 * logs["loss"])
+            self.model.optimizer.learning_rate = rates[-1]
+
+    rates = []
+    keras_hpc.configure_team(LOCAL, schedule="local", every=4)
+    model = linear()
+    history = fit(model, callbacks=[FromLogs()]).history
+    assert all(other == rates for other in everyone(rates))
+    assert rates[-1] == pytest.approx(0.01 * history["loss"][-1])
+    keras_hpc.check_replicas(model)
+
+
+class Counting(keras.layers.Layer):
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen", aggregation="sum")
+
+    def call(self, x):
+        return x
+
+
+@enough_on("torch")
+def test_what_layers_count_is_named(caplog):
+    keras_hpc.configure_team(LOCAL, schedule="local", every=4)
+    model = keras.Sequential([keras.Input((FEATURES,)), Counting(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    keras_hpc.assign_team(model, LOCAL)
+    with caplog.at_level("INFO", "keras_hpc"):
+        fit(model)
+        fit(model)
+    told = [text for text in caplog.messages if "is each rank's own" in text and "/seen" in text]
+    assert len(told) == (job().rank == 0 and job().size > 1)
+
+
+@enough_on("torch")
 def test_accumulation_counts_updates():
     keras_hpc.configure_team(LOCAL, schedule="local", every=2)
     optimizer = keras.optimizers.SGD(RATE, gradient_accumulation_steps=3)

@@ -10,6 +10,7 @@ from keras_cases import assert_identical, enough, enough_on, on_one_rank, values
 from spatial_cases import (
     NETWORKS,
     bordered,
+    centred,
     compiled,
     direct,
     even,
@@ -215,7 +216,8 @@ def padded():
 
 
 @pytest.mark.parametrize(
-    "network", [ties, *enough([even], "torch", "jax"), *enough([masked, padded, masked_average, bordered], "torch")]
+    "network",
+    [ties, *enough([even], "torch", "jax"), *enough([masked, padded, masked_average, bordered, centred], "torch")],
 )
 def test_what_random_models_have_found(network, grid):
     def train():

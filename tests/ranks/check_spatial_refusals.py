@@ -48,6 +48,15 @@ def test_losses_and_metrics_that_mix_positions_are_refused(grid):
     with pytest.raises(ValueError, match=r"What the metric `mean_of_all` averages"):
         compiled(pixels, "mse", metrics=[mean_of_all]).fit(x, x, verbose=0)
 
+    def differences(y_true, y_pred):
+        error = y_true - y_pred
+        return keras.ops.mean(keras.ops.abs(error - keras.ops.roll(error, 1, axis=1)), axis=-1)
+
+    with pytest.raises(ValueError, match=r"The loss `differences` of outputs in parts mixes positions"):
+        compiled(pixels, differences).fit(x, x, verbose=0)
+    with pytest.raises(ValueError, match=r"The metric `differences` of outputs in parts mixes positions"):
+        compiled(pixels, "mse", metrics=[differences]).fit(x, x, verbose=0)
+
     class Own(keras.metrics.Metric):
         def update_state(self, y_true, y_pred, sample_weight=None):
             pass
@@ -78,6 +87,8 @@ def test_refusals_come_from_compile(grid):
         keras.Model(inputs, [y, layers.GlobalAveragePooling2D()(y)]).compile("sgd", "mse")
     with pytest.raises(ValueError, match="arranged by init"):
         keras_hpc.partition(model, parts=7)
+    with pytest.raises(ValueError, match="without spatial"):
+        keras_hpc.keep_local(model.layers[0])
 
 
 def test_arguments_of_init():

@@ -219,6 +219,75 @@ def test_sparse_gradients_and_sums():
     same_bits(train)
 
 
+class Keeping(keras.layers.Layer):
+    """Computes with what it keeps from step to step, and with what a callback assigns."""
+
+    def build(self, shape):
+        def kept(name, shape=(), start="zeros", **options):
+            setattr(self, name, self.add_weight(shape=shape, initializer=start, trainable=False, name=name, **options))
+
+        kept("calls")
+        kept("ticks", dtype="int32")
+        kept("mean")
+        kept("seen", aggregation="sum")
+        kept("beta")
+        kept("mask", shape[-1:], "ones")
+
+    def call(self, x, training=False):
+        y = x * self.mask * (1 + self.beta + 0.01 * self.calls) + self.mean
+        if training:
+            self.calls.assign_add(1)
+            self.ticks.assign(self.ticks - 2)
+            self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x))
+            self.seen.assign(self.seen + keras.ops.cast(keras.ops.shape(x)[0], "float32"))
+        return y
+
+
+class Assigning(keras.callbacks.Callback):
+    """Assigns to variables before each step, and lets the learning rate follow the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.losses = 0, []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if hasattr(self.model, "jax_state_sync"):
+            self.model.jax_state_sync()
+        self.steps += 1
+        self.model.layers[0].beta.assign(0.1 * self.steps)
+        self.model.layers[0].mask.assign([1] * 36 if self.steps % 2 else [1, 0] * 18)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.losses.append(logs["loss"])
+        self.model.optimizer.learning_rate = 0.02 * logs["loss"]
+
+
+@enough_on("torch")
+def test_what_layers_keep_and_what_callbacks_assign_and_read():
+    """As on one rank, which computes each global batch at once; of the last one three parts have nothing."""
+
+    def train(batch):
+        keras.utils.set_random_seed(3)
+        dense = keras.layers.SpectralNormalization(keras.layers.Dense(4))
+        model = keras.Sequential([keras.Input((36,)), Keeping(), dense, keras.layers.Dense(3, activation="softmax")])
+        model.compile(keras.optimizers.SGD(0.05), "sparse_categorical_crossentropy", metrics=["accuracy"])
+        ours = Assigning()
+        given = FIT | {"batch_size": batch, "callbacks": [ours], "shuffle": False}
+        history = model.fit(X.reshape(53, 36), Y, **given).history
+        kept = {v.name: np.array(v).tolist() for v in model.layers[0].variables}
+        return digest(model), history, ours.losses, kept, [np.array(w).tolist() for w in model.get_weights()]
+
+    keras_hpc.finalize()
+    *_, history, losses, kept, weights = train(24)
+    found = same_bits(lambda: train(3))
+    assert (found[3]["calls"], found[3]["ticks"], found[3]["seen"]) == (6, -12, 106)
+    assert kept["beta"] == found[3]["beta"] == pytest.approx(0.6)
+    np.testing.assert_allclose(found[2], losses, rtol=1e-4)
+    np.testing.assert_allclose(found[1]["loss"], history["loss"], rtol=1e-4)
+    for ours, theirs in zip(found[4], weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -249,11 +318,20 @@ def test_what_training_refuses():
         (Own, lambda model: model.fit(x, y, **FIT), "train_step"),
         (keras.Sequential, lambda model: keras_hpc.step(1).__enter__(), "keras_hpc.step"),
         (keras.Sequential, lambda model: keras_hpc.configure_team(schedule="pipelined"), "pipelined"),
+        (keras.Sequential, lambda model: keras_hpc.keep_local(model.layers[0]), "without virtual_ranks"),
     ):
         model = make([keras.Input((36,)), keras.layers.Dense(3, activation="softmax")])
         model.compile("sgd", "sparse_categorical_crossentropy")
         with pytest.raises(ValueError, match=message):
             call(model)
+    if keras.backend.backend() == "torch":
+        import torch
+
+        module = keras.layers.TorchModuleWrapper(torch.nn.BatchNorm1d(36), output_shape=(None, 36))
+        keeping = keras.Sequential([keras.Input((36,)), module, keras.layers.Dense(3, activation="softmax")])
+        keeping.compile("sgd", "sparse_categorical_crossentropy")
+        with pytest.raises(ValueError, match="running_mean"):
+            keeping.fit(x, y, **FIT)
     weighted = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
     model.compile("sgd", weighted)
     with pytest.raises(ValueError, match="mean_with_sample_weight"):

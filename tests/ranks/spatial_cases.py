@@ -108,7 +108,7 @@ def normalized():
     return keras.Sequential([
         keras.Input((22, 7, 3)),
         layers.Conv2D(8, 3, padding="same", activation="relu"), layers.GroupNormalization(4),
-        layers.Conv2D(6, 3, strides=2, padding="same"), layers.LayerNormalization(axis=[1, 2, 3]), layers.ReLU(),
+        layers.Conv2D(6, 3, strides=2, padding="same"), layers.LayerNormalization(axis=[1, 2, -1]), layers.ReLU(),
         larger, layers.Conv2D(4, 3),
     ])  # fmt: skip
 
@@ -186,6 +186,19 @@ def masked(pooled=False):
 
 def masked_average():
     return masked(pooled=True)
+
+
+class Centred(keras.Model):
+    """Subtracts a mean over all positions, behind its graph."""
+
+    def call(self, inputs, training=None):
+        y = super().call(inputs, training=training)
+        return y - keras.ops.mean(y, axis=(1, 2), keepdims=True)
+
+
+def centred():
+    inputs = keras.Input((13, 7, 2))
+    return Centred(inputs, layers.Conv2D(2, 3, padding="same")(inputs))
 
 
 def ties():

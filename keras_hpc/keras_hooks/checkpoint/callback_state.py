@@ -13,6 +13,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_hpc.callbacks import RootOnly
+
 _NUMBER, _WEIGHTS = "a number, or nothing", "a list of arrays, or nothing"
 _COUNTED = {"_batches_seen_since_last_saving": _NUMBER, "_last_batch_seen": _NUMBER}
 _ATTRIBUTES = {
@@ -120,10 +122,13 @@ def _has_own_state(callback: Any) -> bool:
 
 
 def _named(callbacks: Any) -> list[tuple[str, Any]]:
-    """The callbacks with names, which are the same in every process: `EarlyStopping`, `EarlyStopping 2`, ..."""
+    """The callbacks with names, which are the same in every process: `EarlyStopping 1`, `EarlyStopping 2`, ..."""
     named, counts = [], dict[str, int]()
-    for callback in callbacks.callbacks:
-        name = type(callback).__name__
+    for given in callbacks.callbacks:
+        # Of what the first rank alone has, others count nothing.
+        inside = isinstance(given, RootOnly)
+        callback = given.callback if inside else given
+        name = type(callback).__name__ if not inside else f"RootOnly({type(callback).__name__})"
         counts[name] = counts.get(name, 0) + 1
         named.append((f"{name} {counts[name]}", callback))
     return named

@@ -157,7 +157,7 @@ class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc, valid-type]
         epoch, first = self.passes.begin()
         order = None
         if isinstance(source, Dataset):
-            source.set_epoch(epoch)
+            source = source.of_epoch(epoch)  # whoever else reads it, as an `evaluate` amid the pass
         if self.shuffle:
             batches = Partition(source.num_batches, 1, shard)
             order = batches.order(True, self.seed, epoch)

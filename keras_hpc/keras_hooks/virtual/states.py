@@ -2,7 +2,8 @@
 """What each part of a global batch has of its own: running metrics and the statistics that layers take from data.
 
 A variable's value is that of all parts, unless a part has another one since its last step. So whoever changes a
-variable for all parts forgets what they had.
+variable for all parts forgets what they had. Of what a callback assigns between steps nobody is told: each step leaves
+a value, and looks whether it is still there.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class States:
         self.parts = virtual.mine
         self._values: dict[int, dict[int, Any]] = {part: {} for part in self.parts}
         self._variables: dict[int, Any] = {}  # held, so that no other one gets its id
+        self._left: dict[int, Any] = {}  # the value with which a step has left a variable
 
     def get(self, part: int, variable: Any, default: Any) -> Any:
         """Return a part's value of a variable, by default that of all."""
@@ -46,6 +48,7 @@ class States:
         """Let all parts have the variables' values again."""
         for variable in variables:
             self._variables.pop(id(variable), None)
+            self._left.pop(id(variable), None)
             for values in self._values.values():
                 values.pop(id(variable), None)
 
@@ -57,6 +60,20 @@ class States:
         """Return whether parts have values of their own; the same on all ranks."""
         return id(variable) in self._variables
 
+    def leave(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
+        """Note with which values a step leaves variables."""
+        for variable, value in zip(variables, values, strict=True):
+            if self.has(variable):
+                self._left[id(variable)] = value
+
+    def was_assigned(self, variable: Any, value: Any) -> bool:
+        """Return whether a variable has another value than a step has left it with."""
+        left = self._left.get(id(variable), value)
+        if left is value:
+            return False
+        view = backends.current().view
+        return np.asarray(view(left)).tobytes() != np.asarray(view(value)).tobytes()
+
     def gather(self, team: Any, variables: Sequence[Any]) -> list[np.ndarray]:
         """Return the values of all parts, `(parts, *shape)` for each variable, in the order of the parts. Collective.
 
@@ -67,7 +84,9 @@ class States:
         if not variables:
             return []
         to_numpy = backends.current().to_numpy
-        own = [[to_numpy(self.get(part, v, v.value)) for v in variables] for part in self.parts]
+        # On JAX a variable has no value of its own while a step runs.
+        held = [[v if (own := self.get(part, v, None)) is None else own for v in variables] for part in self.parts]
+        own = [[to_numpy(value) for value in values] for values in held]
         rows = [np.concatenate([np.ravel(a).view(np.uint8) for a in arrays]) for arrays in own]
         everyone = team.allgather(np.stack(rows), "the states of virtual ranks")
         found, start = [], 0

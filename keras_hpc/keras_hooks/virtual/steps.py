@@ -15,8 +15,8 @@ from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import dtype_of
 from keras_hpc.job.virtual import ALIGNMENT, TreeSum, Virtual, allreduce
-from keras_hpc.keras_hooks import building, own_steps
-from keras_hpc.keras_hooks.step import zeros
+from keras_hpc.keras_hooks import building, layer_states, own_steps
+from keras_hpc.keras_hooks.step import own_state, zeros
 from keras_hpc.keras_hooks.variables import seed_generators, standard_dtype
 from keras_hpc.keras_hooks.virtual import programs
 
@@ -35,7 +35,7 @@ def function_of(model: Any, kind: str, made: Any) -> Callable[..., Any]:
     check(model, kind)
     reference = weakref.ref(model)  # which holds the function
     key = f"{current.job().known.key_of(model, 'model')}/{kind}"
-    held: list[tuple[Any, Any]] = []
+    held: list[tuple[Any, Any, _Beginning]] = []
 
     def run(*arguments: Any) -> Any:
         owner: Any = reference()
@@ -43,7 +43,8 @@ def function_of(model: Any, kind: str, made: Any) -> Callable[..., Any]:
         batches = _batches(source, len(_virtual().mine))
         if not held:
             update = programs.update(owner) if kind == "train" else None
-            held.append((programs.of_part(owner, kind, key, made), update))
+            beginning = _Beginning(owner.trainable_variables if kind == "train" else ())
+            held.append((programs.of_part(owner, kind, key, made), update, beginning))
         return _run(owner, rest[0] if rest else None, batches, *held[0])
 
     return run
@@ -65,6 +66,13 @@ def check(model: Any, kind: str) -> None:
     extremes = [v.path for v in model.trainable_variables if getattr(v, "overwrite_with_gradient", False)]
     if extremes:
         raise ValueError(f"{said}has no float8 scales so far. Received: {extremes[0]}")
+    layers = model._flatten_layers() if keras.backend.backend() == "torch" else ()
+    buffers = [f"{layer.name}/{name}" for layer in layers for name, _ in layer.named_buffers()]
+    if buffers and kind == "train":  # of which parts have none of their own
+        raise ValueError(
+            f"{said}has no modules of PyTorch that keep more than weights so far. Expected layers of Keras. Received: "
+            f"{', '.join(buffers)}"
+        )
 
 
 def _virtual() -> Virtual:
@@ -93,32 +101,73 @@ def _stream(source: Any) -> Iterator[Any]:
     return map(plain, source)
 
 
-def _run(model: Any, state: Any, batches: list[Any], part_of: programs.Program, update: Any) -> Any:
+def _run(
+    model: Any, state: Any, batches: list[Any], part_of: programs.Program, update: Any, beginning: _Beginning
+) -> Any:
     virtual, team = _virtual(), current.team_of(model)
     counts = list(map(_count, batches))
-    total = np.array([sum(counts)], np.int64)
-    team.allreduce(total, op="sum", what="the samples of all virtual ranks")
     own = programs.own_variables(model)
     seeds = {id(generator.state) for generator in seed_generators(model)}
+    of_samples = set(map(id, own_state(model, shares_states=False))) - seeds
     at_first = _values(model, state, own)
+    statistics = len(model.non_trainable_variables)  # behind them are metrics, which others change with their parts'
+    assigned = list(map(virtual.states.was_assigned, own[:statistics], at_first[:statistics]))
+    total = np.array([sum(counts), *assigned], np.int64)
+    team.allreduce(total, op="sum", what="the samples of all virtual ranks")
+    virtual.states.forget(variable for variable, changed in zip(own, total[1:], strict=False) if changed)
     gradients = _Gradients(virtual, int(total[0]), model.trainable_variables)
     logs: Any = None
     values = at_first
     for part, batch, count in zip(virtual.mine, batches, counts, strict=True):
+        beginning.again(part, virtual.mine)
         before = [virtual.states.get(part, v, value) for v, value in zip(own, at_first, strict=True)]
         data = batch if count else zeros(batch, building.fixed_batch(model) or 1)
         found, new_logs, values = part_of(state, data, part, int(total[0]), before)
         logs = new_logs if count or logs is None else logs
         if count == 0:  # what zeros have done is forgotten, but not how far the seeds have come
-            values = [new if id(v) in seeds else old for v, new, old in zip(own, values, before, strict=True)]
+            values = [old if id(v) in of_samples else new for v, new, old in zip(own, values, before, strict=True)]
         mine = [(v, value) for v, value in zip(own, values, strict=True) if id(v) not in seeds]
         virtual.states.put(part, [v for v, _ in mine], [value for _, value in mine])
         if update is not None:
             gradients.add(part, found, count)
+    if update is not None:
+        values = _together(virtual, team, layer_states.shared(model), own, at_first, values, counts)
+    virtual.states.leave(own, values)
     state = _with_values(model, state, own, values)
     if update is not None:
         state = update(state, gradients.mean(team))
     return logs if state is None else (logs, state)
+
+
+def _together(
+    virtual: Virtual,
+    team: Any,
+    shared: Sequence[Any],
+    own: Sequence[Any],
+    at_first: Sequence[Any],
+    values: Sequence[Any],
+    counts: Sequence[int],
+) -> list[Any]:
+    """Return the values that a step leaves, of what layers of the user's own keep those of all parts. Collective then.
+
+    Args:
+        virtual: the parts.
+        team: of all ranks.
+        shared: what moves as on one rank; see layer_states.py.
+        own: the variables that a step changes by itself.
+        at_first: their values before the step.
+        values: those that this rank's last part has made of them.
+        counts: samples of this rank's parts.
+    """
+    result = list(values)
+    if shared:
+        samples = team.allgather(np.array(counts, np.int64), "samples of each virtual rank")
+        places = {id(variable): place for place, variable in enumerate(own)}
+        for variable, of_parts in zip(shared, virtual.states.gather(team, shared), strict=True):
+            place = places[id(variable)]
+            result[place] = layer_states.of_parts(variable, at_first[place], of_parts, samples)
+        virtual.states.forget(shared)
+    return result
 
 
 def _count(batch: Any) -> int:
@@ -143,6 +192,37 @@ def _with_values(model: Any, state: Any, own: Sequence[Any], values: Sequence[An
         return None
     statistics = len(model.non_trainable_variables)
     return (state[0], list(values[:statistics]), *state[2:-1], list(values[statistics:]))
+
+
+class _Beginning:
+    """What weights are at the beginning of a step, of those that a layer assigns, as spectral normalization its kernel.
+
+    Each part begins with it. On JAX, Keras forgets what a layer assigns to weights.
+
+    Args:
+        weights: all that are trained. Which of them are assigned, is found out in the first step.
+    """
+
+    def __init__(self, weights: Sequence[Any]) -> None:
+        self._weights = list(weights) if keras.backend.backend() != "jax" else []
+        self._values: list[np.ndarray] = []
+        self._is_known = False
+
+    def again(self, part: int, parts: range) -> None:
+        """Begin a part of a rank's parts."""
+        backend = backends.current()
+        if len(parts) == 1:
+            return
+        if part == parts[0]:
+            self._values = [backend.to_numpy(weight) for weight in self._weights]
+            return
+        if not self._is_known:
+            both = zip(self._weights, self._values, strict=True)
+            found = [(w, v) for w, v in both if backend.to_numpy(w).tobytes() != v.tobytes()]
+            self._weights, self._values = [w for w, _ in found], [v for _, v in found]
+            self._is_known = True
+        for weight, value in zip(self._weights, self._values, strict=True):
+            backend.assign(weight, value)
 
 
 class _Gradients:
