@@ -25,6 +25,7 @@ with pytest.MonkeyPatch.context() as meanwhile:
     from keras_hpc.data.cache import Cache
     from keras_hpc.data.order import Order
     from keras_hpc.data.staging import _bytes
+    from keras_hpc.data.stores import crc32c, open_store
 
 ROWS = 53
 X = np.random.default_rng(0).normal(size=(ROWS, 3, 2)).astype("float32")
@@ -282,6 +283,35 @@ def test_bad_input_is_named(make, message, tmp_path):
         (tmp_path / f"bad.{ending}").write_bytes(b"nonsense" * 100)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         make(tmp_path)
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_a_flipped_bit_of_a_tfrecord_file_is_found(library, tmp_path, monkeypatch):
+    """Without a library only those of lengths, and of their checksums."""
+    path, _ = write_tfrecord(tmp_path)
+    content = path.read_bytes()
+    if not library:
+        monkeypatch.setattr(crc32c, "google_crc32c", None)
+    for position in range(48 if library else 12):  # of the first record: its length, its 32 bytes, their checksums
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        with pytest.raises(ValueError, match=r"data\.tfrecord (is damaged|cannot be read)"):
+            open_store(path).read(0, 1)
+    path.write_bytes(content)
+    assert open_store(path).read(0, 1) == [X[0].tobytes() + Y[0].tobytes()]
+
+
+def test_a_damaged_header_is_not_the_end_of_a_tar_file(tmp_path):
+    """To tarfile it is: samples behind it would be missing, and nobody would know."""
+    write_tar(tmp_path)
+    path = tmp_path / "0.tar"
+    content = bytearray(path.read_bytes())
+    assert len(open_store(path)) == 20
+    content[10 * 2 * 1024 + 3] ^= 1  # in the name of the eleventh sample's first file
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"0\.tar is damaged\. Expected the header of a file"):
+        open_store(path)
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [(5, 5), ("20GB", 20 * 10**9), ("1.5 MiB", 3 << 19), ("7k", 7000)])

@@ -31,6 +31,7 @@ class TarStore(Store):
                         self._samples.append({})
                         last = folder + slash + stem
                     self._samples[-1][extension] = member.offset_data, member.size
+                self._check_end(archive.offset)
         except tarfile.TarError as error:
             raise ValueError(f"{path} cannot be read. Expected a tar file, uncompressed. Received: {error}") from error
         self._file = open_file(path)  # tarfile closes the other
@@ -51,6 +52,16 @@ class TarStore(Store):
             {name: self._bytes(*sample[name]) for name in self._fields or sample}
             for sample in self._samples[start:stop]
         ]
+
+    def _check_end(self, offset: int) -> None:
+        """Raise ValueError unless the archive ends where tarfile stopped: it takes a damaged header for the end."""
+        rest = bytearray(min(tarfile.BLOCKSIZE, self._file.source.size - offset))
+        self._file.read_at(offset, memoryview(rest))
+        if any(rest):
+            raise ValueError(
+                f"{self.path} is damaged. Expected the header of a file, or the end, at byte {offset}. "
+                "Received: a header with another checksum"
+            )
 
     def _bytes(self, offset: int, size: int) -> bytes:
         content = bytearray(size)
