@@ -1,20 +1,25 @@
 """`python -m keras_hpc run --elastic`: a job goes on without a rank that was killed, and ends with the same bits."""
 
 import json
+import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launch import ROOT, child_environment
 
-from keras_hpc.tools.elastic import _lost_a_rank
-from keras_hpc.tools.places import Hosts, Placement
+from keras_hpc.job import supervised
+from keras_hpc.job.exit import leave
+from keras_hpc.tools.elastic import _lost_a_rank, supervise
+from keras_hpc.tools.places import Hosts, Machine, Placement
 
 pytestmark = pytest.mark.mpi
 
@@ -26,6 +31,8 @@ SCRIPT = """
 import os, signal, sys, time
 from mpi4py import MPI
 comm = MPI.COMM_WORLD
+print(f"begins: {comm.rank} of {comm.size}", flush=True)
+comm.Barrier()
 if comm.rank == comm.size - 1 and comm.size > 2:
     if sys.argv[1] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -68,10 +75,17 @@ def elastic(ranks, *words, backend="tensorflow", timeout=120):
 def test_a_killed_rank_is_left_out_until_the_job_ends(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = elastic(4, script, "kill")
+    done = elastic(4, "--output-dir", tmp_path / "out", script, "kill")
     assert done.returncode == 0, done.stderr
     assert re.findall(r"starts again with (\d)", done.stderr) == ["3", "2"]
-    assert sorted(re.findall(r".*is through", done.stdout)) == ["0 of 2 is through", "1 of 2 is through"]
+    said = [(tmp_path / "out" / f"rank{rank}.txt").read_text() for rank in range(4)]
+    assert [re.findall(r".*is through", text) for text in said] == [
+        ["0 of 2 is through"],
+        ["1 of 2 is through"],
+        [],
+        [],
+    ]
+    assert "begins: 1 of 4\n" in said[1], "what was said before the loss stays"
 
 
 def test_an_error_of_the_script_ends_the_job(tmp_path):
@@ -120,6 +134,32 @@ def test_only_elastic_jobs_lose_ranks(tmp_path):
 )
 def test_a_lost_rank_is_told_from_an_error_of_the_script(status, reasons, lost):
     assert _lost_a_rank(status, reasons) is lost
+
+
+def test_a_script_that_exits_with_a_number_like_a_signals_is_not_a_lost_rank(tmp_path, monkeypatch):
+    """`sys.exit(9)` on all ranks: MPICH's mpiexec ends with 9 where a rank was killed by SIGKILL, too."""
+    monkeypatch.setenv(supervised.NAME, str(tmp_path))
+    passed = SimpleNamespace(Test=lambda: True)
+    leave(
+        SimpleNamespace(
+            size=2,
+            rank=1,
+            all_teams=[],
+            comm=SimpleNamespace(Ibarrier=lambda: passed),
+            guard=SimpleNamespace(exit_code=9),
+        )
+    )
+    assert supervised.reasons(tmp_path) == ["sys.exit(9)"]
+    assert not _lost_a_rank(9, supervised.reasons(tmp_path))
+
+
+def test_a_signal_between_two_jobs_ends_them():
+    class Slow(Machine):
+        def without(self, now, reasons):
+            os.kill(os.getpid(), signal.SIGTERM)  # while hosts are asked whether they answer
+            return super().without(now, reasons)
+
+    assert supervise(lambda placement: (["sh", "-c", "kill -9 $$"], {}), Slow(Placement(3))) == 128 + signal.SIGTERM
 
 
 def test_hosts_that_do_not_answer_are_left_out():

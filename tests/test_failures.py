@@ -1,14 +1,21 @@
 """Bad luck: a job that cannot go on ends, on all ranks, soon, with a reason, and leaves nothing behind."""
 
+import errno
+import io
+import os
 import re
 import select
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from endings import END_SECONDS, check_end
+
+from keras_hpc.job.exit import Guard
+from keras_hpc.job.watchdog import thread
 
 pytestmark = pytest.mark.mpi
 
@@ -90,6 +97,37 @@ def test_a_rank_that_does_not_come_to_an_exchange_ends_the_job(backend, how, whe
             rf"rank 0 waited \d s in {place} \(.*\n.*  arrived: rank 0\n.*  missing: rank 1\n", done.output
         ), done.output
         assert re.search(rf"Waited 4 s in {place} \(team 1, rank 0\), from rank 1\.", done.output), done.output
+
+
+class Full(io.RawIOBase):
+    """A file on a disk that is full for a while."""
+
+    full = True
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return len(data)
+
+
+def test_a_full_disk_does_not_keep_a_job_from_ending(monkeypatch):
+    """What a rank has printed cannot be written, which is why it ends: it must not wait for the others then."""
+    ended = []
+    mpi = SimpleNamespace(MPI=SimpleNamespace(Is_finalized=lambda: False))
+    monkeypatch.setitem(sys.modules, "mpi4py", mpi)
+    files = {"stdout": Full(), "stderr": Full()}
+    for name, file in files.items():
+        stream = io.TextIOWrapper(io.BufferedWriter(file))
+        stream.write("not written yet")
+        monkeypatch.setattr(sys, name, stream)
+    thread._write("who waits for whom")
+    Guard(SimpleNamespace(Abort=ended.append), rank=0, size=1).abort(1, "uncaught OSError: No space left on device")
+    assert ended == [1]
+    for file in files.values():
+        file.full = False  # when it is closed
 
 
 def test_abort_waits_until_its_output_was_read():

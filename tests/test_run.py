@@ -198,6 +198,10 @@ def test_in_a_slurm_allocation_it_is_srun(show, tmp_path):
     assert "--cores" in _run("-n", 2, "--cores", 1, show, env=env).stderr
     command = shlex.split(_run("--launcher", "mpiexec", "--dry-run", show, env=env | {"SLURM_NTASKS": "5"}).stdout)
     assert command[command.index("-n") + 1] == "5"
+    for words in (["--launcher", "mpiexec"], ["--elastic"]):  # `sbatch -N 4` alone does not say how many
+        done = _run(*words, "--dry-run", show, env=env)
+        assert done.returncode == 1
+        assert "how many ranks? Expected -n N" in done.stderr
     assert not any("oversubscribe" in word for word in command), "else Open MPI puts all ranks on the first host"
     srun.write_text("#!/bin/sh\necho none\n")
     done = _run("-n", 2, show, env=env)
@@ -220,6 +224,7 @@ def test_in_a_slurm_allocation_it_is_srun(show, tmp_path):
         (["-n", "2", "--mpiexec", "/bin/true", "--hosts", "a,b", "-m", "foo"], {}, "Received: /bin/true"),
         (["-n", "2", "-m", "foo"], {"PMI_SIZE": "2"}, "PMI_SIZE=2"),
         (["-n", "2", "-m", "foo"], {"MPI4PY_LIBMPI": "/none/libmpi.so"}, "found no MPI library"),
+        (["-n", "2", "--output-dir", "/dev/null/x", "-m", "foo"], {}, "`--output-dir` is a folder"),
         ([], {}, "usage"),
     ],
 )

@@ -8,6 +8,7 @@ wait for it. So an uncaught exception aborts the job, after its traceback has be
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import logging
 import os
@@ -106,8 +107,7 @@ class Guard:
 
         supervised.end_with(self._rank, reason)
         _log.error("rank %d ends the job: %s", self._rank, reason)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         if self.watchdog is not None:
             self.watchdog.last_word(reason)
         wait_for_readers()
@@ -121,15 +121,25 @@ def leave_child(job: Job) -> None:
     Args:
         job: of the parent.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     os._exit(job.guard.exit_code)
+
+
+def _flush() -> None:
+    """Write out what was printed, if it can be: neither a full disk nor a reader that has gone keeps a job alive."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(
+            OSError, ValueError, AttributeError
+        ):  # ValueError: closed; AttributeError: none at all
+            stream.flush()
 
 
 def leave(job: Job) -> None:
     """Collective: waits until all ranks leave."""
     if job.size == 1:
         return
+    if job.guard.exit_code != 0:  # a launcher's status may mean the same as that of a rank that was killed
+        supervised.end_with(job.rank, f"sys.exit({job.guard.exit_code})")
     for team in job.all_teams:
         team.leave()  # from now on, a rank that waits for this one on the same node fails at once
     request = job.comm.Ibarrier()

@@ -19,8 +19,11 @@ _REASON = re.compile(r"rank\d+")
 def end_with(rank: int, reason: str) -> None:
     """Say why a rank ends the job."""
     if NAME in os.environ:
+        path = Path(os.environ[NAME]) / f"rank{rank}"
         with contextlib.suppress(OSError):
-            (Path(os.environ[NAME]) / f"rank{rank}").write_text(reason)
+            part = path.with_suffix(".part")
+            part.write_text(reason)
+            part.replace(path)  # whole, or not there: a rank may be killed while it writes
 
 
 def asked_to_rejoin() -> bool:

@@ -49,7 +49,7 @@ def supervise(
 
     Returns:
         The exit status of the last launcher; it is not started again after an error of the script, nor after a signal
-        to this process, which is passed on.
+        to this process, which is passed on. If that comes while there is no launcher, 128 plus its number.
     """
     asked: list[int] = []
     process: subprocess.Popen[bytes] | None = None
@@ -64,11 +64,16 @@ def supervise(
     try:
         while True:
             command, more = job_of(now)
-            with tempfile.TemporaryDirectory(prefix="keras_hpc-run-") as folder:
+            if asked:
+                return 128 + asked[0]
+            # A rank that outlives its launcher for a moment may still write there.
+            with tempfile.TemporaryDirectory(prefix="keras_hpc-run-", ignore_cleanup_errors=True) as folder:
                 notes = Path(folder)
                 changed = machine.environment(now) | more | {supervised.NAME: folder}
                 environment = {k: v for k, v in (os.environ | changed).items() if v is not None}
                 process = subprocess.Popen(command, env=environment)
+                for number in asked:  # it came just before
+                    process.send_signal(number)
                 status = _wait(process, notes, machine, now if rejoin else machine.wanted)
                 reasons, has_left = supervised.reasons(notes), supervised.has_left(notes)
             if asked:

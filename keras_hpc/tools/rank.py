@@ -35,11 +35,12 @@ def main() -> None:
     parser.add_argument("--cores", type=int, help="so many; default: this rank's share")
     parser.add_argument("--threads", type=int, help="that compute; default: one for each core, less one to communicate")
     parser.add_argument("--output-dir", type=Path, help="where a file gets the output")
+    parser.add_argument("--append", action="store_true", help="behind what the file has: of the job before")
     parser.add_argument("--label", action="store_true", help="begin each line of output with the rank")
     parser.add_argument("command", nargs="+")
     wanted = parser.parse_args()
     if wanted.output_dir:
-        _write_to(wanted.output_dir / f"rank{_number(_RANK)}.txt")
+        _write_to(wanted.output_dir / f"rank{_number(_RANK)}.txt", append=wanted.append)
     elif wanted.label:
         _label(f"[{_number(_RANK)}] ".encode())
     pinned = 0
@@ -143,9 +144,12 @@ def _shares(cores: Sequence[int], share: int, beside: Sequence[frozenset[int]]) 
     return shares
 
 
-def _write_to(file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+def _write_to(file: Path, *, append: bool) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if append else os.O_TRUNC), 0o666)
+    except OSError as error:
+        sys.exit(f"keras_hpc run: `--output-dir` is a folder that every rank can write to. Received: {error}")
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
 

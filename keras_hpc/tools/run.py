@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shlex
 import shutil
@@ -17,6 +18,7 @@ from keras_hpc.job import launch
 from keras_hpc.tools import elastic, launchers, places, rank
 
 _ANSWER_SECONDS = 10.0  # after which a host is taken to be gone
+_HOW_MANY = "how many ranks? Expected -n N. Received: no -n, and no number of tasks of Slurm (SLURM_NTASKS)"
 
 
 def add_command(commands: Any) -> None:
@@ -65,7 +67,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as after python -m")
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, append=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -79,15 +81,22 @@ def run(arguments: argparse.Namespace) -> int:
         print(shlex.join([*(f"{name}={value}" for name, value in environment.items()), *command]))
         return 0
     if arguments.output_dir:
-        arguments.output_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            arguments.output_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            sys.exit(f"keras_hpc run: `--output-dir` is a folder to write to. Received: {error}")
         print(f"keras_hpc run: output in {arguments.output_dir}/rank*.txt", flush=True)
     if arguments.elastic:
+        starts = itertools.count()
 
         def job_of(placement: places.Placement) -> tuple[list[str], dict[str, str]]:
-            where = {"ranks": placement.ranks, "hosts": list(placement.hosts)}
-            return _command(argparse.Namespace(**vars(arguments) | where))
+            again = {"ranks": placement.ranks, "hosts": list(placement.hosts), "append": next(starts) > 0}
+            return _command(argparse.Namespace(**vars(arguments) | again))
 
-        return elastic.supervise(job_of, _machine(arguments, wanted, command[0]), rejoin=arguments.rejoin)
+        try:
+            return elastic.supervise(job_of, _machine(arguments, wanted, command[0]), rejoin=arguments.rejoin)
+        except LaunchError as error:
+            sys.exit(f"keras_hpc run: {error}")
     os.execvpe(command[0], command, os.environ | environment)
 
 
@@ -98,8 +107,15 @@ def _wanted(arguments: argparse.Namespace) -> places.Placement:
             raise LaunchError("`--rejoin` is for jobs that lose ranks. Expected --elastic. Received: --rejoin")
         return places.Placement(0)
     hosts = tuple(_spread(arguments.ranks, arguments.hosts))
-    ranks = sum(count for _, count in hosts) or arguments.ranks or int(os.environ["SLURM_NTASKS"])
+    ranks = sum(count for _, count in hosts) or arguments.ranks or _tasks()
+    if ranks is None:
+        raise LaunchError(_HOW_MANY)
     return places.Placement(ranks, hosts)
+
+
+def _tasks() -> int | None:
+    """Return how many tasks the Slurm allocation is for; None where nobody has said it."""
+    return int(os.environ["SLURM_NTASKS"]) if "SLURM_NTASKS" in os.environ else None
 
 
 def _machine(arguments: argparse.Namespace, wanted: places.Placement, launcher: str) -> places.Machine:
@@ -152,9 +168,9 @@ def _launcher(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]
                 )
         return [*launchers.srun_command(mpi, ranks), *arguments.launcher_args], {}
     if ranks is None and in_slurm:
-        ranks = int(os.environ.get("SLURM_NTASKS", 1))
+        ranks = _tasks()
     if ranks is None:
-        raise LaunchError("how many ranks? Expected -n N. Received: no -n")
+        raise LaunchError(_HOW_MANY)
     mpiexec = launchers.mpiexec_at(arguments.mpiexec) if arguments.mpiexec else launchers.find_mpiexec(mpi)
     command = launchers.mpiexec_command(mpiexec, ranks, hosts)
     placed = bool(hosts) or any(name in os.environ for name in ("SLURM_JOB_ID", "PBS_NODEFILE"))
@@ -171,6 +187,7 @@ def _wishes(arguments: argparse.Namespace, *, pin: bool) -> Sequence[str]:
             words += [f"--{option}", str(getattr(arguments, option))]
     if arguments.output_dir:
         words += ["--output-dir", str(arguments.output_dir.absolute())]
+        words += ["--append"] if arguments.append else []
     return words
 
 

@@ -8,6 +8,7 @@ error in the rank that waits; where that is not possible, the watchdog ends the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -229,10 +230,14 @@ class Watchdog:
 
 
 def _write(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):  # a full disk: to end the job matters more than to say why
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _has_file() -> bool:
     """Whether stderr is a file, and so probably this rank's own and not what all ranks write to."""
-    return stat.S_ISREG(os.fstat(2).st_mode)
+    try:
+        return stat.S_ISREG(os.fstat(2).st_mode)
+    except OSError:  # closed
+        return False
