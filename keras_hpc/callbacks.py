@@ -160,7 +160,8 @@ class CommunicationReport(keras.callbacks.Callback):  # type: ignore[misc]
 class Trace(keras.callbacks.Callback):  # type: ignore[misc]
     """Records some steps of a `fit` in the file of `keras_hpc.init(trace=path, trace_from="demand")`.
 
-    A trace of a whole training is long, and its first steps compile. Every rank needs it; nothing is communicated.
+    A trace of a whole training is long, and its first steps compile. Every rank needs it; nothing is communicated. With
+    `compile(steps_per_execution=n)` whole executions are recorded, from the first that begins at `first_step` or later.
 
     Args:
         first_step: how many steps of this `fit` come before.
@@ -187,12 +188,11 @@ class Trace(keras.callbacks.Callback):  # type: ignore[misc]
         """Begin to count."""
         if trace.recording() is None:
             raise RuntimeError("There is no file for the trace: call keras_hpc.init(trace=PATH, trace_from='demand').")
-        self._before, self._last, self._records = 0, -1, False
+        self._before, self._last, self._records, self._over = 0, -1, False, False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Begin to record, if the first step has come."""
-        at = self._before + batch
-        if not self._records and self.first_step <= at < self.first_step + self.steps:
+        if not (self._records or self._over) and self._before + batch >= self.first_step:
             self._record(True)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -212,7 +212,7 @@ class Trace(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _record(self, on: bool) -> None:
         writer = trace.recording()
-        self._records = on
+        self._records, self._over = on, not on
         if writer is not None:
             writer.record(on)
 
@@ -235,10 +235,10 @@ class LearningRateWarmup(keras.callbacks.Callback):  # type: ignore[misc]
 
     def __init__(self, epochs: float, scale: float | None = None) -> None:
         super().__init__()
-        if epochs < 0:
-            raise ValueError(f"`epochs` must not be negative. Received: epochs={epochs}")
-        if scale is not None and scale <= 0:
-            raise ValueError(f"`scale` must be positive. Received: scale={scale}")
+        if not 0 <= epochs < math.inf:
+            raise ValueError(f"`epochs` is a number, not negative. Received: epochs={epochs}")
+        if scale is not None and not 0 < scale < math.inf:
+            raise ValueError(f"`scale` is a positive number. Received: scale={scale}")
         self.epochs = epochs
         self.scale = scale
         self._rate = float("nan")

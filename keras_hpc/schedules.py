@@ -26,7 +26,8 @@ class WarmupPolynomial(keras.optimizers.schedules.LearningRateSchedule):  # type
 
     Args:
         peak_learning_rate: reached after the warm-up.
-        total_steps: S, all steps of the training, the warm-up included.
+        total_steps: S, all steps of the training, the warm-up included. Keras counts each micro-batch of
+            `gradient_accumulation_steps` as one.
         warmup_steps: w.
         initial_learning_rate: at step 0, if there is a warm-up.
         end_learning_rate: the floor. None: a thousandth of the peak.
@@ -57,9 +58,9 @@ class WarmupPolynomial(keras.optimizers.schedules.LearningRateSchedule):  # type
                 f"Received: warmup_steps={warmup_steps}, total_steps={total_steps}"
             )
         end = peak_learning_rate / 1000 if end_learning_rate is None else end_learning_rate
-        if min(peak_learning_rate, initial_learning_rate, end, power) < 0:
+        if not all(0 <= value < math.inf for value in (peak_learning_rate, initial_learning_rate, end, power)):
             raise ValueError(
-                "Expected rates and a power that are not negative. "
+                "Expected rates and a power that are numbers, not negative. "
                 f"Received: peak_learning_rate={peak_learning_rate}, initial_learning_rate={initial_learning_rate}, "
                 f"end_learning_rate={end}, power={power}"
             )
@@ -124,6 +125,6 @@ def square_root_scaling(learning_rate: float, factor: float | None = None) -> fl
 def _factor(factor: float | None) -> float:
     if factor is None:
         return current.replicas()
-    if factor <= 0:
+    if not 0 < factor < math.inf:
         raise ValueError(f"The batch grows by a factor. Expected a positive number. Received: factor={factor}")
     return factor

@@ -68,4 +68,8 @@ def test_what_will_be_slow_is_hinted_at(run_ranks):
 def test_wrong_use_is_explained(run_ranks):
     args = ["-m", "keras_hpc", "doctor", "--parameters", "0"]
     assert "Received: 0" in run_ranks(1, args, backend="jax", mpi=False, expect_failure=True).output
+    args = ["-m", "keras_hpc", "doctor", "--parameters", "1000", "--json", "/nowhere/doctor.json"]
+    said = run_ranks(2, args, backend="torch", expect_failure=True).output
+    assert said.count("the report cannot be written. Received: [Errno 2] No such file or directory") == 1, said
+    assert "Traceback" not in said
     assert "usage" in run_ranks(1, ["-m", "keras_hpc"], backend="jax", mpi=False, expect_failure=True).output

@@ -1,5 +1,6 @@
 """`keras-hpc migrate`: what becomes of scripts as Horovod's documentation shows them, and whether they train."""
 
+import codecs
 import subprocess
 import sys
 from pathlib import Path
@@ -173,6 +174,29 @@ def test_what_is_still_there_is_not_marked():
 def test_names_that_are_imported_alone_are_marked():
     _, marks = _after("import horovod.keras as hvd\nfrom horovod.keras import callbacks\nhvd.init()\n")
     assert marks[0].startswith("names of Horovod are imported one by one")
+
+
+def test_a_byte_order_mark_stays_and_moves_nothing():
+    before = codecs.BOM_UTF8 + b"import horovod.keras as hvd\nhvd.init()\n"
+    assert migrate(before, "script.py")[0] == codecs.BOM_UTF8 + b"import keras_hpc\nkeras_hpc.init()\n"
+
+
+def test_other_encodings_are_refused():
+    """Places that ast tells are in UTF-8: changes would come a few bytes too late."""
+    text = "# coding: latin-1\nimport horovod.keras as hvd\nx = 'é'; hvd.init()\n"
+    for encoding in ("latin-1", "utf-8"):
+        with pytest.raises(ValueError, match="a script in iso-8859-1"):
+            migrate(text.encode(encoding), "script.py")
+
+
+def test_a_script_that_cannot_be_written_stays(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import horovod.keras as hvd\nhvd.init()\n")
+    (tmp_path / ".script.py.new").mkdir()  # what is written first
+    done = _migrate("--write", script)
+    assert done.returncode == 1
+    assert "the script stays as it is" in done.stderr
+    assert "horovod" in script.read_text()
 
 
 def test_wrong_use_is_explained(tmp_path):

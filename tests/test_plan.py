@@ -81,8 +81,10 @@ def test_what_doctor_measured_is_used(tmp_path):
         ([], "How fast is a node's link? Expected --gb-per-s, or --doctor"),
         (["--doctor", "nothing.json"], "Received: nothing.json"),
         (["--nodes", "3", "--gb-per-s", "1"], "Expected a multiple of 3. Received: --ranks 8"),
-        (["--step-ms", "-1"], "expected a number greater than 0. Received: '-1'"),
-        (["--samples", "1.5"], "expected a whole number greater than 0. Received: '1.5'"),
+        (["--step-ms", "-1"], "expected a number between 0 and 1e+18. Received: '-1'"),
+        (["--step-ms", "inf"], "expected a number between 0 and 1e+18. Received: 'inf'"),
+        (["--samples", "1.5"], "expected a whole number between 0 and 1e+18. Received: '1.5'"),
+        (["--parameters", "1" + 400 * "0"], "expected a whole number between 0 and 1e+18. Received: '1000"),
     ],
 )
 def test_wrong_use_is_explained(arguments, said):

@@ -128,9 +128,7 @@ def leave_child(job: Job) -> None:
 def _flush() -> None:
     """Write out what was printed, if it can be: neither a full disk nor a reader that has gone keeps a job alive."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(
-            OSError, ValueError, AttributeError
-        ):  # ValueError: closed; AttributeError: none at all
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # the last two: it is closed, or None
             stream.flush()
 
 

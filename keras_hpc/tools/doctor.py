@@ -17,10 +17,11 @@ import numpy as np
 
 import keras_hpc
 from keras_hpc import _native, backends
+from keras_hpc.errors import LaunchError
 from keras_hpc.job import current, devices, launch, mpich_network, nccl, resources, tuning_cache
 from keras_hpc.job.current import Job
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.tools import data_probe, network_probe, tables
+from keras_hpc.tools import data_probe, network_probe, reports, tables
 
 
 def add_command(commands: Any) -> None:
@@ -55,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     job = current.job()
     team = job.teams[0]
     world = launch.World(job.comm, job.rank, job.size, job.node_of_rank)
-    files = launch.on_all_ranks(world, lambda: data_probe.files_of(arguments.data)) if arguments.data else []
+    reports.check(world, arguments.json)
+    files = _files(world, arguments.data) if arguments.data else []
     about_me = {
         "host": platform.node(),
         "cores": sorted(os.sched_getaffinity(0)),
@@ -91,6 +93,14 @@ def run(arguments: argparse.Namespace) -> int:
         tables.hints(hints)
     keras_hpc.finalize()
     return 0
+
+
+def _files(world: launch.World, path: str) -> list[str]:
+    """Return the files to read, the same on all ranks. Collective."""
+    try:
+        return launch.on_all_ranks(world, lambda: data_probe.files_of(path))
+    except (OSError, LaunchError) as error:
+        sys.exit(f"keras-hpc doctor: `--data` cannot be read on all ranks. {error}")
 
 
 def _versions() -> dict[str, str]:

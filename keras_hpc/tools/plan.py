@@ -22,6 +22,7 @@ from keras_hpc.tools import simulator, tables, timeline
 _BACKWARD = 2 / 3  # of a step, behind which a reduction can hide
 _MEMORY_GB_PER_S = 5.0  # between ranks of a node, where nobody has measured it
 _LATENCY_US = 5.0
+_MOST = 1e18  # of anything
 _LONGEST_SECONDS = 4 * 3600  # of a simulation
 
 
@@ -142,7 +143,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument(
         "--lanes",
-        type=int,
+        type=whole,
         default=1,
         metavar="N",
         help="communication threads of a simulated node: the engine takes one for each 8 cores, at most 4 (default: 1)",
@@ -293,9 +294,9 @@ def _number(kind: type) -> Any:
             value = kind(text.replace("_", ""))
         except ValueError:
             value = 0
-        if not value > 0:
+        if not 0 < value < _MOST:
             what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"expected {what} greater than 0. Received: {text!r}")
+            raise argparse.ArgumentTypeError(f"expected {what} between 0 and {_MOST:g}. Received: {text!r}")
         return value
 
     return parse

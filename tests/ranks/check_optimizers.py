@@ -135,7 +135,9 @@ def test_scaling_rules():
         (lambda: LARS(1.0, weight_decay=0.1), "weight_decay"),
         (lambda: WarmupPolynomial(1.0, total_steps=5, warmup_steps=5), "warmup_steps=5"),
         (lambda: WarmupPolynomial(-1.0, total_steps=5), "peak_learning_rate=-1.0"),
+        (lambda: WarmupPolynomial(float("nan"), total_steps=5), "peak_learning_rate=nan"),
         (lambda: linear_scaling(0.1, 0), "factor=0"),
+        (lambda: linear_scaling(0.1, float("nan")), "factor=nan"),
     ],
 )
 def test_bad_arguments(make, received):

@@ -313,6 +313,9 @@ def test_warmup():
     warmup = keras_hpc.callbacks.LearningRateWarmup(1)
     with pytest.raises(ValueError, match="schedule"):
         train(scheduled, callbacks=[warmup])
+    for arguments in ((float("nan"),), (1, float("inf"))):
+        with pytest.raises(ValueError, match=r"Received: .*=(nan|inf)"):
+            keras_hpc.callbacks.LearningRateWarmup(*arguments)
 
 
 @enough_on("torch")

@@ -8,6 +8,7 @@ import pathlib
 import signal
 import threading
 import time
+import types
 
 import keras
 import numpy as np
@@ -239,6 +240,20 @@ def test_a_callback_chooses_the_steps_that_are_recorded(tmp_path):
     keras_hpc.finalize()
     if first:
         assert recorded(path) == [["chosen train"] * 4] * 2
+
+
+def test_a_callback_records_whole_executions_of_several_steps(monkeypatch):
+    said = []
+    monkeypatch.setattr(trace, "recording", lambda: types.SimpleNamespace(record=said.append))
+    callback = keras_hpc.callbacks.Trace(first_step=13, steps=5)
+    callback.on_train_begin()
+    recorded = []
+    for begin in range(0, 50, 10):  # steps_per_execution=10
+        callback.on_train_batch_begin(begin)
+        recorded += [begin] if said == [True] else []
+        callback.on_train_batch_end(begin + 9)
+    assert recorded == [20]
+    assert said == [True, False]
 
 
 def test_a_signal_or_a_file_begins_and_ends_recording(tmp_path):

@@ -10,9 +10,9 @@ from typing import Any
 
 from keras_hpc.job import launch
 from keras_hpc.job.team_making import make_team
-from keras_hpc.tools import tables
+from keras_hpc.tools import reports, tables
 from keras_hpc.tools.bench import allreduce, ranks
-from keras_hpc.tools.bench.arguments import sizes
+from keras_hpc.tools.bench.arguments import seconds, sizes
 
 _SIZES = "4,256,2Ki,16Ki,128Ki,1Mi,8Mi,64Mi"
 
@@ -34,7 +34,7 @@ def add_command(commands: Any) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what is measured and where reports go."""
     parser.add_argument("--bytes", type=sizes, default=sizes(_SIZES), metavar="LIST", help=f"sizes (default: {_SIZES})")
-    parser.add_argument("--seconds", type=float, default=3.0, metavar="S", help="time for each size (default: 3)")
+    parser.add_argument("--seconds", type=seconds, default=3.0, metavar="S", help="time for each size (default: 3)")
     parser.add_argument(
         "--wire-dtype",
         choices=["float16", "bfloat16"],
@@ -64,6 +64,7 @@ def measure(world: launch.World, arguments: argparse.Namespace, mbit: int | None
         arguments: what `add_options` has added.
         mbit: bandwidth of each node's link, Mbit/s, if it is known.
     """
+    reports.check(world, arguments.json, arguments.plot)
     team = make_team(world, 0, threads=0, timeout_seconds=300, stall_seconds=30)
     report = ranks.begin_report(world, "allreduce", mbit)
     if arguments.wire_dtype:

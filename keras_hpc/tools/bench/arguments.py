@@ -26,3 +26,14 @@ def numbers(text: str) -> list[int]:
     if not all(word.isdecimal() for word in text.split(",")):
         raise argparse.ArgumentTypeError(f"expected numbers, such as 2,4. Received: {text!r}")
     return [int(word) for word in text.split(",")]
+
+
+def seconds(text: str) -> float:
+    """Returns a time to measure."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds greater than 0. Received: {text!r}")
+    return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,14 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         sys.exit(f"keras-hpc migrate: there is no such script. Received: {script}, {error.strerror}")
     except (SyntaxError, ValueError) as error:
-        sys.exit(f"keras-hpc migrate: Python cannot read this script. Received: {script}, {error}")
+        sys.exit(f"keras-hpc migrate: cannot read this script. Expected Python in UTF-8. Received: {script}, {error}")
     except NothingToDo as error:
         sys.exit(f"keras-hpc migrate: {error}. Received: {script}")
     if arguments.write:
-        script.write_bytes(after)
+        try:
+            _write(script.resolve(), after)
+        except OSError as error:
+            sys.exit(f"keras-hpc migrate: the script stays as it is. Received: {error}")
         print(f"keras-hpc migrate: {script} is changed", file=sys.stderr)
     else:
         old, new = (text.decode().splitlines(keepends=True) for text in (before, after))
@@ -49,3 +53,14 @@ def run(arguments: argparse.Namespace) -> int:
     if marks:
         print(f"keras-hpc migrate: {len(marks)} place(s) to look at, marked `{MARK}`", file=sys.stderr)
     return 0
+
+
+def _write(script: Path, text: bytes) -> None:
+    """Put another script in the place of one, whole or not at all."""
+    part = script.with_name(f".{script.name}.new")
+    try:
+        part.write_bytes(text)
+        shutil.copymode(script, part)
+        part.replace(script)
+    finally:
+        part.unlink(missing_ok=True)

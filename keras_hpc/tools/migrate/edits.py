@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import codecs
 import re
 from collections.abc import Iterable, Sequence
 
@@ -25,6 +26,8 @@ class Source:
         self._starts = [0]
         for line in text.splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line))
+        if text.startswith(codecs.BOM_UTF8):  # which ast does not count
+            self._starts[0] = len(codecs.BOM_UTF8)
         self._edits: list[tuple[int, int, bytes]] = []
 
     def begin(self, node: ast.AST) -> int:

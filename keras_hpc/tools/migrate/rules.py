@@ -7,6 +7,8 @@ Only the text of the script is read, nothing of it is run.
 from __future__ import annotations
 
 import ast
+import io
+import tokenize
 from collections.abc import Sequence
 
 from keras_hpc.tools.migrate import leftovers
@@ -44,8 +46,13 @@ def migrate(text: bytes, name: str) -> tuple[bytes, list[tuple[int, str]]]:
 
     Raises:
         SyntaxError: Python cannot read it.
+        ValueError: it is not in UTF-8.
         NothingToDo: there is nothing of Horovod in it.
     """
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(text).readline)
+    if encoding not in ("utf-8", "utf-8-sig"):
+        raise ValueError(f"a script in {encoding}")
+    text.decode()
     source = Source(text, name)
     found = _Changes(source)
     if not found.names:
