@@ -1,5 +1,7 @@
 """`python -m keras_hpc run --elastic`: a job goes on without a rank that was killed, and ends with the same bits."""
 
+import contextlib
+import fcntl
 import json
 import os
 import random
@@ -9,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,6 +163,31 @@ def test_a_signal_between_two_jobs_ends_them():
             return super().without(now, reasons)
 
     assert supervise(lambda placement: (["sh", "-c", "kill -9 $$"], {}), Slow(Placement(3))) == 128 + signal.SIGTERM
+
+
+def test_control_c_reaches_the_launcher_once():
+    """At the second one mpiexec and srun kill ranks that write what they have."""
+    launcher = "import os, signal, time; signal.signal(signal.SIGINT, lambda *_: os.write(1, b'heard'));"
+    launcher += "os.write(1, b'begins'); time.sleep(1)"
+    code = "import subprocess, sys, time\nfrom keras_hpc.tools.elastic import supervise\n"
+    code += "from keras_hpc.tools.places import Machine, Placement\n"
+    code += "send = subprocess.Popen.send_signal\n"  # later than the terminal's own, so that two do not become one
+    code += "subprocess.Popen.send_signal = lambda self, number: (time.sleep(0.2), send(self, number))\n"
+    code += f"supervise(lambda _: ([sys.executable, '-c', {launcher!r}], {{}}), Machine(Placement(1)))"
+    ours, its = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=its, stdout=its, start_new_session=True, env=child_environment(lean=True),
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(its)
+    said = b""
+    with contextlib.suppress(OSError), open(ours, "r+b", buffering=0) as terminal:  # OSError: the other end is closed
+        while part := terminal.read(100):
+            if b"begins" in part:
+                terminal.write(b"\x03")
+            said += part
+    assert process.wait(60) == 0
+    assert said.count(b"heard") == 1, said
 
 
 def test_hosts_that_do_not_answer_are_left_out():

@@ -56,7 +56,7 @@ def supervise(
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         asked.append(number)
-        if process is not None:
+        if process is not None and not _launcher_has(number):
             process.send_signal(number)
 
     before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
@@ -120,6 +120,20 @@ def _wait(process: subprocess.Popen[bytes], notes: Path, machine: Machine, now: 
             ended = ended or time.monotonic()
             if time.monotonic() - ended > _PATIENCE:  # it waits for a host that is gone
                 process.kill()
+
+
+def _launcher_has(number: int) -> bool:
+    """Return whether a signal reaches the launcher without us: Ctrl-C goes to all in the foreground of a terminal.
+
+    A second one would be taken as that of somebody who has no patience, and ranks would be killed at once.
+    """
+    if number != signal.SIGINT:
+        return False
+    try:
+        with open("/dev/tty") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:  # there is none
+        return False
 
 
 def _say(text: str) -> None:
