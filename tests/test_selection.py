@@ -1,6 +1,10 @@
 """Ways of an allreduce: measured once, alike on all ranks, kept for the next job, and given by the user."""
 
+import errno
 import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -104,6 +108,29 @@ def test_choices_are_kept_for_the_next_job(run_ranks, tmp_path):
 
 
 @pytest.mark.mpi
+def test_what_cannot_be_kept_stops_nothing(monkeypatch, tmp_path):
+    """A user whom the machine does not know has no home, as in many containers; disks are full."""
+    team = SimpleNamespace(choices=lambda: [("private", 0, 1024, "slot")])
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", without_home)
+    assert tuning_cache.load("key", 0) == []
+    tuning_cache.save(team, 0, "key")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tuning_cache.save(team, 0, "key")
+    assert tuning_cache.load("key", 0) == [["private", 0, 1024, "slot"]]
+    monkeypatch.setattr(Path, "replace", on_full_disk)
+    tuning_cache.save(team, 0, "other")
+    assert [path.name for path in (tmp_path / "keras_hpc").iterdir()] == ["allreduce.json"]
+
+
+def without_home():
+    raise RuntimeError("Could not determine home directory.")  # as pathlib says it
+
+
+def on_full_disk(self, target):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_wish_that_is_not_understood_ends_the_job(run_ranks):
     args = ["-m", "keras_hpc", "doctor", "--parameters", "1000"]
     env = {"KERAS_HPC_ALLREDUCE": "private:0-4=ring"}

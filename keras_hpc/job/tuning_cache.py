@@ -62,11 +62,15 @@ def save(team: _native.Team, rank: int, key: str) -> None:
         return
     everything[key] = [[*where, way] for where, way in merged.items()]
     text = json.dumps({"version": _VERSION, "choices": everything})
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):
         _file().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=_file().parent, delete=False) as file:
-            file.write(text)
-        Path(file.name).replace(_file())
+        descriptor, name = tempfile.mkstemp(dir=_file().parent)
+        try:
+            with open(descriptor, "w") as file:
+                file.write(text)
+            Path(name).replace(_file())
+        except OSError:  # a full disk: nothing stays
+            Path(name).unlink()
 
 
 def known(team: _native.Team) -> list[Choice]:
@@ -140,7 +144,7 @@ def _read() -> dict[str, list[Choice]]:
     """Return the kept choices that are as this version writes them: a cache that was damaged must not stop a job."""
     try:
         kept = json.loads(_file().read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: a user without a home, as in containers
         return {}
     if not isinstance(kept, dict) or kept.get("version") != _VERSION or not isinstance(kept.get("choices"), dict):
         return {}
