@@ -202,6 +202,9 @@ def test_in_a_slurm_allocation_it_is_srun(show, tmp_path):
         done = _run(*words, "--dry-run", show, env=env)
         assert done.returncode == 1
         assert "how many ranks? Expected -n N" in done.stderr
+    done = _run("-n", 2, "--elastic", "--launcher", "srun", show, env={"PATH": env["PATH"]})
+    assert "left of an allocation. Received: none" in done.stderr
+    assert "Traceback" not in done.stderr
     assert not any("oversubscribe" in word for word in command), "else Open MPI puts all ranks on the first host"
     srun.write_text("#!/bin/sh\necho none\n")
     done = _run("-n", 2, show, env=env)
@@ -224,6 +227,7 @@ def test_in_a_slurm_allocation_it_is_srun(show, tmp_path):
         (["-n", "2", "--mpiexec", "/bin/true", "--hosts", "a,b", "-m", "foo"], {}, "Received: /bin/true"),
         (["-n", "2", "-m", "foo"], {"PMI_SIZE": "2"}, "PMI_SIZE=2"),
         (["-n", "2", "-m", "foo"], {"MPI4PY_LIBMPI": "/none/libmpi.so"}, "found no MPI library"),
+        (["-n", "2", "--launcher", "srun", "-m", "foo"], {"PATH": "/none"}, "srun cannot be run"),
         (["-n", "2", "--output-dir", "/dev/null/x", "-m", "foo"], {}, "`--output-dir` is a folder"),
         ([], {}, "usage"),
     ],

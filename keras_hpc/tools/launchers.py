@@ -188,9 +188,12 @@ def srun_command(mpi: Library, ranks: int | None) -> list[str]:
         ranks: how many; None: as many as the allocation is made for.
 
     Raises:
-        LaunchError: this Slurm has no way to introduce the library's ranks to each other.
+        LaunchError: there is no srun, or it has no way to introduce the library's ranks to each other.
     """
-    done = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise LaunchError(f"srun cannot be run. Expected Slurm's on the PATH. Received: {error}") from error
     offered = re.findall(r"\w+", done.stdout + done.stderr)
     wanted = ("cray_shasta", "pmi2") if "CRAY" in mpi.version else _SRUN_TYPES[mpi.family]
     known = [kind for kind in wanted if kind in offered]

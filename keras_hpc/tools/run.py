@@ -127,6 +127,8 @@ def _machine(arguments: argparse.Namespace, wanted: places.Placement, launcher: 
         launcher: the program.
     """
     if launcher == "srun":
+        if "SLURM_JOB_ID" not in os.environ:
+            raise LaunchError("`--elastic` with srun starts again on what is left of an allocation. Received: none")
         return places.Allocation(wanted)
     if not wanted.hosts:
         return places.Machine(wanted)
