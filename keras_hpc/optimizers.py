@@ -31,8 +31,8 @@ class LARS(keras.optimizers.Optimizer):  # type: ignore[misc]
         lars_weight_decay: b; not Keras' `weight_decay`, which would not pass through lambda.
         epsilon: added to the denominator.
         nesterov: take the step from where momentum will lead.
-        clip: lambda is at most 1, so that no step is longer than SGD's. In LARC, another rule, it is the product of
-            rate and lambda that the rate limits: `learning_rate` there is no factor of lambda.
+        clip: lambda is at most 1, so that no step is longer than SGD's. (LARC is another rule: its steps have the
+            rate min(learning_rate, lambda).)
         name: of the optimizer.
         **kwargs: as for every Keras optimizer: `clipnorm`, `use_ema`, `loss_scale_factor`,
             `gradient_accumulation_steps` and others; without `weight_decay`.

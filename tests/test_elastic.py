@@ -190,6 +190,22 @@ def test_control_c_reaches_the_launcher_once():
     assert said.count(b"heard") == 1, said
 
 
+def test_a_job_ends_with_its_supervisor(tmp_path):
+    """Which somebody has killed; else two jobs would write the same checkpoints when he starts it again."""
+    launcher = f"echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; exec sleep 60"
+    code = "from keras_hpc.tools.elastic import supervise\nfrom keras_hpc.tools.places import Machine, Placement\n"
+    code += f"supervise(lambda _: (['sh', '-c', {launcher!r}], {{}}), Machine(Placement(1)))"
+    with subprocess.Popen([sys.executable, "-c", code], env=child_environment(lean=True)) as process:
+        while not (tmp_path / "pid").exists():
+            time.sleep(0.02)
+        process.kill()
+    place = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
+    end = time.monotonic() + 10
+    while place.exists() and place.read_text().split()[2] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def test_hosts_that_do_not_answer_are_left_out():
     gone = set()
     wanted = Placement(6, (("a", 2), ("b", 2), ("c", 2)))

@@ -8,6 +8,7 @@ what they had is what `callbacks.Checkpoint` has saved. With `init(virtual_ranks
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -31,6 +32,7 @@ _GONE = re.compile(
 )
 _HEARD = re.compile(r"^uncaught Communication(Timeout)?Error: ")
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+_LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 _LOOK_SECONDS = 0.5
 _PROBE_SECONDS = 5.0  # from one look for places that are back to the next
 _PATIENCE = 10.0  # seconds that a launcher may take to end after a rank has ended the job: a host may be gone
@@ -71,7 +73,7 @@ def supervise(
                 notes = Path(folder)
                 changed = machine.environment(now) | more | {supervised.NAME: folder}
                 environment = {k: v for k, v in (os.environ | changed).items() if v is not None}
-                process = subprocess.Popen(command, env=environment)
+                process = subprocess.Popen(command, env=environment, preexec_fn=_end_with_parent)
                 for number in asked:  # it came just before
                     process.send_signal(number)
                 status = _wait(process, notes, machine, now if rejoin else machine.wanted)
@@ -120,6 +122,11 @@ def _wait(process: subprocess.Popen[bytes], notes: Path, machine: Machine, now: 
             ended = ended or time.monotonic()
             if time.monotonic() - ended > _PATIENCE:  # it waits for a host that is gone
                 process.kill()
+
+
+def _end_with_parent() -> None:
+    """Let this process get SIGTERM when its parent is killed: a job that nobody looks after would go on unseen."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _launcher_has(number: int) -> bool:
