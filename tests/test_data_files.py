@@ -270,6 +270,7 @@ data[90]
         (lambda folder: Dataset(folder / "0.tar", 3), r"Records need `decode`"),
         (lambda folder: Dataset([folder / "x.npy", folder / "flat.npy"], 3), r"samples differ"),
         (lambda folder: Dataset(folder / "fortran.npy", 3), r"Fortran order"),
+        (lambda folder: Dataset(folder / "short.npy", 3), r"short\.npy is cut off. Expected 1,400 bytes"),
     ],
 )
 def test_bad_input_is_named(make, message, tmp_path):
@@ -278,6 +279,7 @@ def test_bad_input_is_named(make, message, tmp_path):
     np.save(tmp_path / "fortran.npy", np.asfortranarray(X))
     np.savez(tmp_path / "x.npz", x=X, y=Y[:3])
     (tmp_path / "x.txt").write_text("")
+    (tmp_path / "short.npy").write_bytes((tmp_path / "x.npy").read_bytes()[:-1])
     write_tar(tmp_path)
     for ending in ("h5", "npz", "tar", "tfrecord"):
         (tmp_path / f"bad.{ending}").write_bytes(b"nonsense" * 100)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import os
 import struct
 import zipfile
@@ -123,5 +124,10 @@ def _header(file: Any, offset: int, path: str, name: str) -> _Rows:
         raise ValueError(
             f"Rows of {name} in {path} do not lie together. Expected an array of numbers in C order "
             f"(numpy.ascontiguousarray). Received: {'objects' if dtype.hasobject else 'Fortran order'}"
+        )
+    end = begin + math.prod(shape) * dtype.itemsize
+    if end > file.source.size:
+        raise ValueError(
+            f"{path} is cut off. Expected {end:,} bytes, to the end of {name}. Received: {file.source.size:,}"
         )
     return _Rows(file, begin, shape, dtype)
