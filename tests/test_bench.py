@@ -171,6 +171,21 @@ def test_wrong_use_is_explained(words, ranks, said, run_ranks):
     assert said in output
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rank", "2"], "unrecognized arguments: --rank 2"),
+        (["--seconds", "nan"], "seconds greater than 0. Received: 'nan'"),
+    ],
+)
+def test_wrong_options_of_the_command_are_explained(words, said):
+    done = subprocess.run(
+        [sys.executable, "-m", "keras_hpc", "bench", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
 @pytest.mark.soak
 def test_checkpoint_reports_what_blocks(run_ranks, tmp_path):
     report = tmp_path / "report.json"

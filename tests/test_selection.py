@@ -107,7 +107,6 @@ def test_choices_are_kept_for_the_next_job(run_ranks, tmp_path):
     assert "64 B: " in ways()
 
 
-@pytest.mark.mpi
 def test_what_cannot_be_kept_stops_nothing(monkeypatch, tmp_path):
     """A user whom the machine does not know has no home, as in many containers; disks are full."""
     team = SimpleNamespace(choices=lambda: [("private", 0, 1024, "slot")])
@@ -131,6 +130,7 @@ def on_full_disk(self, target):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.mpi
 def test_a_wish_that_is_not_understood_ends_the_job(run_ranks):
     args = ["-m", "keras_hpc", "doctor", "--parameters", "1000"]
     env = {"KERAS_HPC_ALLREDUCE": "private:0-4=ring"}

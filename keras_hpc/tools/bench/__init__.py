@@ -21,6 +21,7 @@ def add_command(commands: Any) -> None:
     """Add the subcommand to the parser."""
     parser = commands.add_parser(
         "bench",
+        allow_abbrev=False,  # `--ranks` is not for the ranks that we start, and is known by its name
         help="time an allreduce against the MPI library's",
         description="Times a sum of float32 over all ranks, in turns with MPI_Allreduce in the same process. Paths: "
         "'private', an array of the process; 'segment', one made by keras_hpc.empty; 'fusion', 32 tensors of a "
