@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch: what modules of PyTorch inside a model keep beside their weights, as moving statistics."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -37,8 +38,8 @@ class Buffer:
         self.value.copy_(torch.as_tensor(value))
 
 
-def of(model: Any) -> list[Buffer]:
-    """Return the buffers of all modules in a model, which Keras does not count among its variables."""
-    layers = model._flatten_layers()
+def of(models: Iterable[Any]) -> list[Buffer]:
+    """Return the buffers of all modules in models, which Keras does not count among its variables."""
+    layers = [layer for model in models for layer in model._flatten_layers()]
     named = [(f"{layer.name}/{name}", value) for layer in layers for name, value in layer.named_buffers()]
     return [Buffer(*one) for one in {id(value): (name, value) for name, value in named}.values()]
