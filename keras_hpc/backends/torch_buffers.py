@@ -35,7 +35,7 @@ class Buffer:
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def assign(self, value: Any) -> None:
         """Set it."""
-        self.value.copy_(torch.as_tensor(value))
+        self.value.copy_(keras.ops.convert_to_tensor(value))
 
 
 def of(models: Iterable[Any]) -> list[Buffer]:

@@ -189,23 +189,36 @@ def _twin(model: Any) -> running.Step:
 
 @contextlib.contextmanager
 def _restored(model: Any) -> Iterator[None]:
-    """Context after which a model's variables, and the numbers among its attributes, are as they were.
+    """Context after which a model's variables, and numbers and tensors among its attributes, are as they were.
 
-    So are the numbers of its optimizers, as a learning rate that a step lowers; all else there only `apply` moves.
+    So are those of its layers, and the numbers of its optimizers, as a learning rate that a step lowers; all else there
+    only `apply` moves.
     """
+    attributes = [
+        (vars(layer), {name: value for name, value in vars(layer).items() if _may_count(value)})
+        for layer in model._flatten_layers()
+    ]
+    tensors = variables.of_backend([value for _, found in attributes for value in found.values()])
     kept = (variable for optimizer in variables.optimizers_of(model) for variable in optimizer.variables)
     of_optimizers = [variable for variable in kept if len(variable.shape) == 0]
-    held = variables.unique([*model.variables, *model.metrics_variables, *of_optimizers, *variables.buffers(model)])
+    held = variables.unique(
+        [*model.variables, *model.metrics_variables, *of_optimizers, *variables.buffers(model), *tensors]
+    )
     if keras.backend.backend() == "jax":  # which hands values on, and changes none
         held = []
     values = [np.array(backends.current().view(variable)) for variable in held]
-    numbers = {name: value for name, value in vars(model).items() if isinstance(value, (int, float, str))}
     try:
         yield
     finally:
         for variable, value in zip(held, values, strict=True):
-            backends.current().assign(variable, value)
-        vars(model).update(numbers)  # a step may count
+            if not np.array_equal(backends.current().view(variable), value):  # an expanded tensor cannot be set
+                backends.current().assign(variable, value)
+        for now, before in attributes:
+            now.update(before)
+
+
+def _may_count(value: Any) -> bool:
+    return isinstance(value, (int, float, str)) or bool(keras.ops.is_tensor(value))
 
 
 def _adds_up(model: Any, rank: _Tries, alone: _Tries, samples: Any, batch: Any) -> bool:

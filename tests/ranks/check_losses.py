@@ -209,6 +209,32 @@ def test_a_step_of_ones_own(loss, caplog):
     keras_hpc.check_replicas(model)
 
 
+class Counting(OwnStep):
+    """Counts its steps in what is no variable of Keras."""
+
+    def __init__(self, loss):
+        super().__init__(loss)
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            self.steps = tf.Variable(0.0)
+        else:
+            self.steps = ops.zeros((), "bfloat16")
+
+    def train_step(self, data):
+        self.steps.assign_add(1.0) if BACKEND == "tensorflow" else self.steps.add_(1.0)
+        return super().train_step(data)
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="has nothing of its own that could be set")
+def test_a_trial_of_a_step_leaves_tensors_among_its_attributes_alone():
+    model = Counting(lambda y, p: ops.mean(ops.square(y - p)))
+    model.compile(keras.optimizers.SGD(1e-3))
+    steps = model.steps
+    model.fit(X, Y, batch_size=BATCH, verbose=0)
+    assert float(steps) == float(model.steps) == -(-len(X) // BATCH)
+
+
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="only its tape takes a vector, and has gradients of rows")
 def test_a_step_with_a_vector_of_losses_and_an_embedding():
     def make():
