@@ -50,16 +50,14 @@ def is_keras_own(model: Any) -> bool:
 
 
 def has_own(model: Any, method: str) -> bool:
-    """Return whether a method of a model is that of Keras."""
-    own = getattr(keras_private.backend_trainer(), method)
-    return getattr(getattr(model, method), "__func__", None) is own
+    """Return whether a method of a model is that of Keras; so it is if neither has one."""
+    own = getattr(keras_private.backend_trainer(), method, None)
+    return getattr(getattr(model, method, None), "__func__", None) is own
 
 
 def has_keras_loss(model: Any) -> bool:
     """Return whether a model computes its loss as Keras does."""
-    of_keras = keras_private.backend_trainer()
-    names = ("compute_loss", "compute_loss_and_updates")  # the second one on JAX only
-    return all(getattr(type(model), name, None) is getattr(of_keras, name, None) for name in names)
+    return has_own(model, "compute_loss") and has_own(model, "compute_loss_and_updates")  # the second one on JAX only
 
 
 def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
