@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch: what modules of PyTorch inside a model keep beside their weights, as moving statistics."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -36,6 +36,18 @@ class Buffer:
     def assign(self, value: Any) -> None:
         """Set it."""
         self.value.copy_(keras.ops.convert_to_tensor(value))
+
+
+def to_put_back(value: torch.Tensor) -> Callable[[], None]:
+    """Return a function that gives a tensor the numbers that it has now."""
+    copy, version = value.detach().clone(), value._version
+
+    def put_back() -> None:
+        if value._version != version:  # an expanded tensor cannot be set
+            with torch.no_grad():
+                value.copy_(copy)
+
+    return put_back
 
 
 def of(models: Iterable[Any]) -> list[Buffer]:

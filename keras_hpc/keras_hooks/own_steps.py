@@ -30,6 +30,7 @@ from keras_hpc.keras_hooks import (
     normalization,
     running,
     seeds,
+    unchanged,
     variables,
 )
 
@@ -192,31 +193,18 @@ def _restored(model: Any) -> Iterator[None]:
     So are those of its layers, and the numbers of its optimizers, as a learning rate that a step lowers; all else there
     only `apply` moves.
     """
-    attributes = [
-        (vars(layer), {name: value for name, value in vars(layer).items() if _may_count(value)})
-        for layer in model._flatten_layers()
-    ]
-    tensors = variables.of_backend([value for _, found in attributes for value in found.values()])
     kept = (variable for optimizer in variables.optimizers_of(model) for variable in optimizer.variables)
     of_optimizers = [variable for variable in kept if len(variable.shape) == 0]
-    held = variables.unique(
-        [*model.variables, *model.metrics_variables, *of_optimizers, *variables.buffers(model), *tensors]
-    )
+    held = variables.unique([*model.variables, *model.metrics_variables, *of_optimizers, *variables.buffers(model)])
     if keras.backend.backend() == "jax":  # which hands values on, and changes none
         held = []
     values = [np.array(backends.current().view(variable)) for variable in held]
     try:
-        yield
+        with unchanged.attributes(model._flatten_layers()):  # a step may count
+            yield
     finally:
         for variable, value in zip(held, values, strict=True):
-            if not np.array_equal(backends.current().view(variable), value):  # an expanded tensor cannot be set
-                backends.current().assign(variable, value)
-        for now, before in attributes:
-            now.update(before)
-
-
-def _may_count(value: Any) -> bool:
-    return isinstance(value, (int, float, str)) or bool(keras.ops.is_tensor(value))
+            backends.current().assign(variable, value)
 
 
 def _adds_up(model: Any, rank: _Tries, alone: _Tries, samples: Any, batch: Any) -> bool:

@@ -63,15 +63,6 @@ def buffers(*models: Any) -> list[Any]:
     return found
 
 
-def of_backend(values: Sequence[Any]) -> list[Any]:
-    """Return those of values that are no variables of Keras, but hold numbers that can be set: tensors of PyTorch."""
-    if keras.backend.backend() != "torch":
-        return [value for value in values if hasattr(value, "assign") and not isinstance(value, keras.Variable)]
-    from keras_hpc.backends import torch_buffers
-
-    return [torch_buffers.Buffer("", value) for value in values if keras.ops.is_tensor(value)]
-
-
 def known_local() -> set[int]:
     """Return the ids of the variables that `keep_local` keeps different on each rank."""
     return {id(variable) for layer in current.job().known.local_layers() for variable in layer.variables}

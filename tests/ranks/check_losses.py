@@ -120,6 +120,36 @@ def test_a_loss_that_is_a_plain_number():
     compare(make)
 
 
+class Remembers(keras.losses.Loss):
+    """Returns one number for a batch, and counts how often."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = keras.Variable(0.0, trainable=False)
+        self.own = ops.zeros(())
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            self.own = tf.Variable(0.0)
+
+    def call(self, y, p):
+        self.calls.assign_add(1.0)
+        self.own.assign_add(1.0) if BACKEND == "tensorflow" else self.own.add_(1.0)
+        return ops.mean(ops.square(y - p))
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="forgets what a loss keeps")
+def test_a_loss_that_keeps_something_is_asked_without_its_knowing():
+    def counted():
+        loss = Remembers()
+        model = dense()
+        model.compile("sgd", loss)
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+        return [float(loss.calls), float(loss.own)]
+
+    assert counted() == on_one_rank(counted)
+
+
 class Endpoint(keras.layers.Layer):
     """Computes the loss itself, from targets that are among the inputs, as a sum over samples."""
 
