@@ -1,8 +1,13 @@
 """Jobs that are killed, or asked to end, and started again: they end with the bits of a job that was left alone."""
 
+import contextlib
+import itertools
 import json
+import os
 import random
 import shutil
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,6 +52,33 @@ def test_a_checkpoint_may_become_whole_as_soon_as_the_last_part_has_its_name(tmp
     monkeypatch.setattr(storage, "_flush", later)
     storage.write_part(unfinished, 1, {"x": np.ones(3)})
     assert len(list((tmp_path / "step").glob("rank00001-*.safetensors"))) == 1
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_checkpoint_of_the_same_step_stays_until_the_new_one_has_its_name(tmp_path, monkeypatch, renames):
+    def commit(number):
+        unfinished = tmp_path / storage.name_of_unfinished(5, str(number))
+        storage.write_part(unfinished, 0, {"x": np.full(3, number)})
+        monkeypatch.setattr(Path, "rename", until_killed)
+        storage.commit(tmp_path, unfinished, 5, json.dumps({"number": number}), 1, 1, threading.Event())
+
+    def until_killed(path, target):
+        if next(left) == 0:
+            raise KeyboardInterrupt
+        os.rename(path, target)
+
+    left = itertools.count(1)
+    commit(0)
+    monkeypatch.undo()
+    with contextlib.suppress(KeyboardInterrupt):
+        left = itertools.count(renames, -1)
+        commit(1)
+    monkeypatch.undo()
+    storage.check(tmp_path, 1000, keep=1)  # as at the next start
+    assert os.listdir(tmp_path) == ["step-000000005"]
+    _, facts, arrays, _ = storage.newest(tmp_path)
+    assert facts["number"] == (renames == 2)
+    assert arrays["x"].tolist() == [facts["number"]] * 3
 
 
 def test_a_job_that_is_killed_goes_on(train, tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch: what modules of PyTorch inside a model keep beside their weights, as moving statistics."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -34,11 +35,23 @@ class Buffer:
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def assign(self, value: Any) -> None:
         """Set it."""
-        self.value.copy_(torch.as_tensor(value))
+        self.value.copy_(keras.ops.convert_to_tensor(value))
 
 
-def of(model: Any) -> list[Buffer]:
-    """Return the buffers of all modules in a model, which Keras does not count among its variables."""
-    layers = model._flatten_layers()
+def to_put_back(value: torch.Tensor) -> Callable[[], None]:
+    """Return a function that gives a tensor the numbers that it has now."""
+    copy, version = value.detach().clone(), value._version
+
+    def put_back() -> None:
+        if value._version != version:  # an expanded tensor cannot be set
+            with torch.no_grad():
+                value.copy_(copy)
+
+    return put_back
+
+
+def of(models: Iterable[Any]) -> list[Buffer]:
+    """Return the buffers of all modules in models, which Keras does not count among its variables."""
+    layers = [layer for model in models for layer in model._flatten_layers()]
     named = [(f"{layer.name}/{name}", value) for layer in layers for name, value in layer.named_buffers()]
     return [Buffer(*one) for one in {id(value): (name, value) for name, value in named}.values()]

@@ -3,8 +3,9 @@
 
 One rank clips the gradient of the whole batch. So ranks must clip the mean of theirs, and not take the mean of what
 each has clipped. PyTorch's functions for it get parameters. TensorFlow's get tensors: those that a `tf.GradientTape`
-has given for variables are gradients, others are left alone. PyTorch's `GradScaler`, too, looks for infinities in the
-gradients of all ranks: a rank that skipped a step alone would leave the others waiting.
+has given for variables are gradients, others are left alone. A norm that PyTorch has computed of parameters' gradients
+becomes that of their means when it is given to the function that clips these. PyTorch's `GradScaler`, too, looks for
+infinities in the gradients of all ranks: a rank that skipped a step alone would leave the others waiting.
 
 The optimizer then averages what it is given, as ever: of values that are equal on all ranks the mean changes nothing.
 
@@ -19,7 +20,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -35,6 +36,13 @@ class _Differentiated(threading.local):
 
 
 _differentiated = _Differentiated()
+
+
+class _Clipping(threading.local):
+    averaged = False  # PyTorch: a function that has averaged gradients calls others of these
+
+
+_clipping = _Clipping()
 
 
 class _Owner:
@@ -57,6 +65,9 @@ def install(job: Any, patcher: Any) -> None:
         from torch.nn import utils
 
         _patch_everywhere(patcher, dict.fromkeys((utils.clip_grad_norm_, utils.clip_grad_value_), _clipping_parameters))
+        if hasattr(utils, "get_total_norm"):  # from PyTorch 2.6 on
+            in_two = {utils.get_total_norm: _remembering_norm, utils.clip_grads_with_norm_: _clipping_with_norm}
+            _patch_everywhere(patcher, in_two)
         # The second one is called where the optimizer itself takes the scale out (`fused=True`).
         for name in ("unscale_", "_check_inf_per_device"):
             if hasattr(amp.GradScaler, name):
@@ -73,7 +84,7 @@ def install(job: Any, patcher: Any) -> None:
         _patch_everywhere(patcher, dict.fromkeys((jax.grad, jax.value_and_grad), _multiplying))
 
 
-def _patch_everywhere(patcher: Any, replacements: dict[Any, Callable[[Any], Any]]) -> None:
+def _patch_everywhere(patcher: Any, replacements: Mapping[Any, Callable[[Any], Any]]) -> None:
     """Replace functions in every module that has them.
 
     Args:
@@ -166,11 +177,66 @@ def _clipping_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if running.trial() is not None:
             args, kwargs = _without_limit(args, kwargs)
-        elif _may_average() and (trained := [parameter for parameter in parameters if parameter.requires_grad]):
-            owner = _owner_of(trained)
-            if _begin(owner, [parameter.grad for parameter in trained]):
-                torch_optim.average(owner, trained, _count())
-        return original(parameters, *args, **kwargs)
+        else:
+            _average(parameters)
+        _clipping.averaged = True
+        try:
+            return original(parameters, *args, **kwargs)
+        finally:
+            _clipping.averaged = False
+
+    return _uncompiled(clip)
+
+
+def _average(parameters: list[Any]) -> bool:
+    """Give parameters the mean over ranks of their gradients, and return whether that was done. Collective."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained or not _may_average():
+        return False
+    owner = _owner_of(trained)
+    if not _begin(owner, [parameter.grad for parameter in trained]):
+        return False
+    torch_optim.average(owner, trained, _count())
+    return True
+
+
+def _gradients(parameters: list[Any]) -> list[Any]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _remembering_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    @functools.wraps(original)
+    def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        norm = original(tensors, *args, **kwargs)
+        if not _clipping.averaged:
+            key, again = id(norm), lambda others: original(others, *args, **kwargs)
+            # Not the tensors: a script may keep norms.
+            _norms[key] = weakref.ref(norm, lambda _: _norms.pop(key, None)), frozenset(map(id, tensors)), again
+        return norm
+
+    return _uncompiled(get_total_norm)
+
+
+_norms: dict[int, tuple[Any, frozenset[int], Callable[[Any], Any]]] = {}  # by their ids: a norm, weak, and of what
+
+
+def _clipping_with_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    @functools.wraps(original)
+    def clip(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if running.trial() is not None:
+            max_norm = float("inf")
+        elif not _clipping.averaged:
+            known = _norms.get(id(total_norm))
+            own = frozenset(map(id, _gradients(parameters)))
+            if known is not None and known[1] == own and _average(parameters):
+                total_norm.copy_(known[2](_gradients(parameters)))
+        return original(parameters, max_norm, total_norm, *args, **kwargs)
 
     return _uncompiled(clip)
 

@@ -127,6 +127,7 @@ def _fit(original: Method) -> Method:
                 result = original(*bound.args, **bound.kwargs)
             if call.active:
                 settling.settle(self)
+                root_only.share_best(current.team_of(self), given)
                 seeds.agree(current.team_of(self), "Model.fit()")
             return result
 
@@ -166,9 +167,8 @@ def _predict(original: Method) -> Method:
 
     @functools.wraps(original)
     def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = running.Call("predict", self, current.active())
-        with running.running_call(call):
-            if not call.active:
+        with running.running_call(running.Call("predict", self, current.active())):
+            if not current.active():
                 return original(self, *args, **kwargs)
             bound = signature.bind(self, *args, **kwargs)
             root_only.drop(self, bound.arguments)

@@ -265,6 +265,9 @@ def activity_loss_is_per_sample() -> bool:
     return "divide_no_nan" in names_in(get(f"{_LAYER}.__call__"))
 
 
+_FRAMEWORKS = "keras", "keras_hpc", "tensorflow", "torch", "jax", "numpy"
+
+
 def names_in(function: Any) -> set[str]:
     """Return all names and strings that a function and the functions inside it mention."""
     while hasattr(function, "__wrapped__"):
@@ -283,9 +286,23 @@ def names_in(function: Any) -> set[str]:
 
 
 def names_in_own(cls: type) -> set[str]:
-    """Return all names that methods of a class mention, but for those that it has from Keras."""
+    """Return all names that methods of a class mention, and functions that these call; not those of a framework."""
     own = [vars(base).values() for base in cls.__mro__ if not base.__module__.startswith("keras.")]
-    return {name for values in own for value in values if inspect.isfunction(value) for name in names_in(value)}
+    functions = [inspect.unwrap(value) for values in own for value in values if inspect.isfunction(value)]
+    found: set[str] = set()
+    for function in functions:  # which become more
+        names = names_in(function)
+        functions += [called for called in _called(function, names) if called not in functions]
+        found |= names
+    return found
+
+
+def _called(function: Any, names: set[str]) -> list[Any]:
+    """Return the functions outside of a function, but not of a framework, that it mentions with these names."""
+    known = [function.__globals__[name] for name in names if name in function.__globals__]
+    known += [vars(module).get(name) for module in known if inspect.ismodule(module) for name in names]
+    functions = [inspect.unwrap(value) for value in known if inspect.isfunction(value)]
+    return [one for one in functions if one.__module__.split(".")[0] not in _FRAMEWORKS]
 
 
 def _check_mentions(owner: str, function: Any, attributes: tuple[str, ...]) -> None:

@@ -26,7 +26,16 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.keras_hooks import float8, keras_private, normalization, pair_losses, part_losses, running, variables
+from keras_hpc.keras_hooks import (
+    float8,
+    keras_private,
+    normalization,
+    pair_losses,
+    part_losses,
+    running,
+    unchanged,
+    variables,
+)
 
 _TOLERANCE = 0.02  # of a ratio that is 1 or 2 but for rounding
 _NOISY = 0.3  # where layers draw random numbers
@@ -156,7 +165,8 @@ def _scaled_if_sum(step: running.Step, value: Any, loss: Any, y_true: Any, y_pre
     twice = keras.tree.map_structure(
         lambda x: keras.ops.concatenate([keras.ops.convert_to_tensor(x, dtype=loss.dtype)] * 2), (y_true, y_pred)
     )
-    asked = keras.ops.stop_gradient(keras.ops.cast(loss.call(*twice), value.dtype))
+    with unchanged.loss(loss):
+        asked = keras.ops.stop_gradient(keras.ops.cast(loss.call(*twice), value.dtype))
     own = keras.ops.stop_gradient(value)
     ratio = keras.ops.where(own == 0, 1.0, asked / keras.ops.where(own == 0, 1.0, own))
     ratio = keras.ops.where(keras.ops.cast(step.count, "float32") > 0, ratio, 1.0)

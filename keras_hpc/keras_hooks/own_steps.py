@@ -30,6 +30,7 @@ from keras_hpc.keras_hooks import (
     normalization,
     running,
     seeds,
+    unchanged,
     variables,
 )
 
@@ -50,16 +51,14 @@ def is_keras_own(model: Any) -> bool:
 
 
 def has_own(model: Any, method: str) -> bool:
-    """Return whether a method of a model is that of Keras."""
-    own = getattr(keras_private.backend_trainer(), method)
-    return getattr(getattr(model, method), "__func__", None) is own
+    """Return whether a method of a model is that of Keras; so it is if neither has one."""
+    own = getattr(keras_private.backend_trainer(), method, None)
+    return getattr(getattr(model, method, None), "__func__", None) is own
 
 
 def has_keras_loss(model: Any) -> bool:
     """Return whether a model computes its loss as Keras does."""
-    of_keras = keras_private.backend_trainer()
-    names = ("compute_loss", "compute_loss_and_updates")  # the second one on JAX only
-    return all(getattr(type(model), name, None) is getattr(of_keras, name, None) for name in names)
+    return has_own(model, "compute_loss") and has_own(model, "compute_loss_and_updates")  # the second one on JAX only
 
 
 def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -189,9 +188,10 @@ def _twin(model: Any) -> running.Step:
 
 @contextlib.contextmanager
 def _restored(model: Any) -> Iterator[None]:
-    """Context after which a model's variables, and the numbers among its attributes, are as they were.
+    """Context after which a model's variables, and numbers and tensors among its attributes, are as they were.
 
-    So are the numbers of its optimizers, as a learning rate that a step lowers; all else there only `apply` moves.
+    So are those of its layers, and the numbers of its optimizers, as a learning rate that a step lowers; all else there
+    only `apply` moves.
     """
     kept = (variable for optimizer in variables.optimizers_of(model) for variable in optimizer.variables)
     of_optimizers = [variable for variable in kept if len(variable.shape) == 0]
@@ -199,13 +199,12 @@ def _restored(model: Any) -> Iterator[None]:
     if keras.backend.backend() == "jax":  # which hands values on, and changes none
         held = []
     values = [np.array(backends.current().view(variable)) for variable in held]
-    numbers = {name: value for name, value in vars(model).items() if isinstance(value, (int, float, str))}
     try:
-        yield
+        with unchanged.attributes(model._flatten_layers()):  # a step may count
+            yield
     finally:
         for variable, value in zip(held, values, strict=True):
             backends.current().assign(variable, value)
-        vars(model).update(numbers)  # a step may count
 
 
 def _adds_up(model: Any, rank: _Tries, alone: _Tries, samples: Any, batch: Any) -> bool:

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 
 from keras_hpc import backends
-from keras_hpc.keras_hooks import made_up
+from keras_hpc.keras_hooks import made_up, unchanged
 
 _TOLERANCE = 0.02  # of the largest loss
 _DRAWS = 3  # one that is cut off at 0 may be 0 for all samples of one
@@ -50,7 +50,9 @@ def check(loss: Any, y_true: Any, y_pred: Any) -> None:
     """
     if loss in _known or not _is_users(loss):
         return
-    if depends_on_others(loss.call, loss.dtype, y_true, y_pred):
+    with backends.current().outside_programs(), unchanged.loss(loss):
+        compares = depends_on_others(loss.call, loss.dtype, y_true, y_pred)
+    if compares:
         raise ValueError(
             f"The loss `{loss.name}` gives a sample another loss beside other samples. So it compares the samples of a "
             "batch, of which each rank has a part, and ranks cannot compute what one rank computes. With "
@@ -103,7 +105,8 @@ def check_number(loss: Any, y_true: Any, y_pred: Any) -> None:
     """
     if loss in _known:
         return
-    answer = ask_number(loss.call, loss.dtype, y_true, y_pred)
+    with backends.current().outside_programs(), unchanged.loss(loss):
+        answer = ask_number(loss.call, loss.dtype, y_true, y_pred)
     if answer.is_neither:
         what = f"The loss `{loss.name}`"
         raise ValueError(REFUSED.format(what=what, whole=answer.whole, halves=answer.halves, of="made-up samples"))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -53,6 +53,23 @@ def may_stop(callback: Any) -> bool:
         return False
     is_default = keras_private.get(keras_private.IS_DEFAULT)
     return any(not is_default(getattr(callback, name)) for name in _BATCH_HOOKS)
+
+
+def share_best(team: Any, callbacks: Sequence[Any]) -> None:
+    """Let each `ModelCheckpoint` know what that of the first rank has found best. Collective.
+
+    Args:
+        team: of the model.
+        callbacks: all that this rank has given to `fit`. Those of a rank that has others than the first stay.
+    """
+    if team.size == 1:
+        return
+    savers = [callback for callback in callbacks if isinstance(callback, keras.callbacks.ModelCheckpoint)]
+    found = [None if saver.best is None else float(saver.best) for saver in savers]
+    best = team.broadcast_object(found, 0, "Model.fit()")
+    if len(best) == len(savers):
+        for saver, value in zip(savers, best, strict=True):
+            saver.best = value
 
 
 def _for_others(callbacks: list[Any]) -> list[Any]:

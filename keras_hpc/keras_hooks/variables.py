@@ -53,13 +53,13 @@ def per_rank_state(model: Any) -> list[keras.Variable]:
     return unique(v for layer in layers for v in layer._non_trainable_variables if id(v) not in local)
 
 
-def buffers(model: Any) -> list[Any]:
-    """Return what modules of PyTorch inside a model keep beside their weights; none on other backends."""
+def buffers(*models: Any) -> list[Any]:
+    """Return what modules of PyTorch inside models keep beside their weights; none on other backends."""
     if keras.backend.backend() != "torch":
         return []
     from keras_hpc.backends import torch_buffers
 
-    found: list[Any] = torch_buffers.of(model)
+    found: list[Any] = torch_buffers.of(models)
     return found
 
 

@@ -22,10 +22,12 @@ from checkpoint_cases import (
     outcome,
     resumed_equals_uninterrupted,
     start,
+    trained,
 )
 from keras_cases import Parts, assert_close, assert_identical, enough_on, job
 
 import keras_hpc
+from keras_hpc.keras_hooks.checkpoint import snapshot
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 SOAK = {"tensorflow": (2,), "jax": (2,)}  # for what is enough on one of them
@@ -107,6 +109,27 @@ def test_steps_per_epoch(folder):
     # A pass of 8 steps goes on through epochs of 2.
     fit = {"batch_size": BATCH, "steps_per_epoch": 2}
     resumed_equals_uninterrupted(folder, network, (3, 3), lambda: (X, Y), every=2, **fit)
+
+
+@only_on("torch")
+@enough_on("torch")
+def test_modules_of_pytorch_with_buffers(folder, monkeypatch):
+    import torch
+
+    def make():
+        keras.utils.set_random_seed(5)
+        norm = keras.layers.TorchModuleWrapper(torch.nn.BatchNorm1d(6))
+        model = keras.Sequential([keras.Input((6,)), norm, keras.layers.Dense(3, activation="softmax")])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        return model
+
+    # From the middle of an epoch, where each rank has statistics of its own.
+    resumed_equals_uninterrupted(folder, make, (7,), lambda: (X, Y), batch_size=BATCH)
+    # Checkpoints from before they were saved go on, too.
+    with monkeypatch.context() as older:
+        older.setattr(snapshot.variables, "buffers", lambda *models: [])
+        trained(os.path.join(folder, "older"), make)
+    assert trained(os.path.join(folder, "older"), make).epoch == [0]
 
 
 @only_on("torch")

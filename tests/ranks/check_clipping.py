@@ -71,13 +71,18 @@ def loop_of_pytorch(clip, make_optimizer):
 
 @in_pytorch
 @pytest.mark.parametrize("optimizer", ["torch", "keras"])
-@pytest.mark.parametrize("by", ["norm", "value"])
+@pytest.mark.parametrize("by", ["norm", "norm in two calls", "value"])
 def test_functions_of_pytorch(by, optimizer):
     import torch
 
     def clip(parameters):
         if by == "norm":
             return torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+        if by == "norm in two calls":
+            parameters = list(parameters)
+            norm = torch.nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
+            torch.nn.utils.clip_grads_with_norm_(parameters, 0.5, norm)
+            return norm
         return torch.nn.utils.clip_grad_value_(parameters, 0.05)
 
     def make(model):

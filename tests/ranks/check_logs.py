@@ -110,6 +110,20 @@ def test_a_callback_that_looks_at_logs_after_a_batch_sees_those_of_all_ranks():
         assert second == pytest.approx(first, rel=1e-5)
 
 
+@enough_on("torch")
+def test_what_is_best_amid_an_epoch_is_so_by_the_logs_of_all_ranks_and_all_know_it(tmp_path):
+    def found():
+        keras.utils.set_random_seed(5)
+        model = dense()
+        model.compile("sgd", "mse")
+        path = tmp_path / "best.weights.h5"
+        saver = keras.callbacks.ModelCheckpoint(path, "loss", 0, True, True, mode="min", save_freq=3)
+        model.fit(X, Y, 16, epochs=2, shuffle=False, verbose=0, callbacks=[saver])
+        return saver.best
+
+    assert found() == pytest.approx(on_one_rank(found), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("hook", "looks"),
     [(lambda batch, logs: logs["loss"], True), (lambda batch, logs: batch, False), (lambda *given: None, True)],

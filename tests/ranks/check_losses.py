@@ -23,6 +23,10 @@ def _job():
     keras_hpc.finalize()
 
 
+def add_to(layer, x):  # which is no part of the class
+    layer.add_loss(layer.loss(x))
+
+
 class Adds(keras.layers.Layer):
     def __init__(self, loss):
         super().__init__()
@@ -32,7 +36,7 @@ class Adds(keras.layers.Layer):
         return self.measured(x)
 
     def measured(self, x):  # which `call` alone does not show
-        self.add_loss(self.loss(x))
+        add_to(self, x)
         return x
 
 
@@ -114,6 +118,36 @@ def test_a_loss_that_is_a_plain_number():
         return model
 
     compare(make)
+
+
+class Remembers(keras.losses.Loss):
+    """Returns one number for a batch, and counts how often."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = keras.Variable(0.0, trainable=False)
+        self.own = ops.zeros(())
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            self.own = tf.Variable(0.0)
+
+    def call(self, y, p):
+        self.calls.assign_add(1.0)
+        self.own.assign_add(1.0) if BACKEND == "tensorflow" else self.own.add_(1.0)
+        return ops.mean(ops.square(y - p))
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="forgets what a loss keeps")
+def test_a_loss_that_keeps_something_is_asked_without_its_knowing():
+    def counted():
+        loss = Remembers()
+        model = dense()
+        model.compile("sgd", loss)
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+        return [float(loss.calls), float(loss.own)]
+
+    assert counted() == on_one_rank(counted)
 
 
 class Endpoint(keras.layers.Layer):
@@ -209,6 +243,32 @@ def test_a_step_of_ones_own(loss, caplog):
     keras_hpc.check_replicas(model)
 
 
+class Counting(OwnStep):
+    """Counts its steps in what is no variable of Keras."""
+
+    def __init__(self, loss):
+        super().__init__(loss)
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            self.steps = tf.Variable(0.0)
+        else:
+            self.steps = ops.zeros((), "bfloat16")
+
+    def train_step(self, data):
+        self.steps.assign_add(1.0) if BACKEND == "tensorflow" else self.steps.add_(1.0)
+        return super().train_step(data)
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="has nothing of its own that could be set")
+def test_a_trial_of_a_step_leaves_tensors_among_its_attributes_alone():
+    model = Counting(lambda y, p: ops.mean(ops.square(y - p)))
+    model.compile(keras.optimizers.SGD(1e-3))
+    steps = model.steps
+    model.fit(X, Y, batch_size=BATCH, verbose=0)
+    assert float(steps) == float(model.steps) == -(-len(X) // BATCH)
+
+
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="only its tape takes a vector, and has gradients of rows")
 def test_a_step_with_a_vector_of_losses_and_an_embedding():
     def make():
@@ -234,10 +294,18 @@ class OwnLoss(keras.Model):
         return self.own_loss(y, y_pred)
 
 
+def replaced(loss):
+    """A model whose class does not show that it has a loss of its own."""
+    model = dense()
+    model.compute_loss = lambda x, y, y_pred, *given, **more: loss(y, y_pred)
+    return model
+
+
+@pytest.mark.parametrize("own", [OwnLoss, *enough([replaced], "torch")])
 @pytest.mark.parametrize("kind", ["mean", "sum"])
-def test_a_loss_that_the_model_computes(kind):
+def test_a_loss_that_the_model_computes(kind, own):
     def make():
-        model = OwnLoss(lambda y, p: getattr(ops, kind)(ops.square(y - p)))
+        model = own(lambda y, p: getattr(ops, kind)(ops.square(y - p)))
         model.compile(keras.optimizers.SGD(1e-3))
         return model
 

@@ -11,6 +11,7 @@ import pytest
 from keras_cases import data, job
 
 import keras_hpc
+from keras_hpc.keras_hooks import variables
 
 BATCH, EPOCHS, STEPS = 12, 3, 8  # of 185 samples on 2 ranks
 X, Y = data()
@@ -73,7 +74,8 @@ def network(optimizer=None):
 
 
 def outcome(model, history):
-    values = [keras.ops.convert_to_numpy(v) for v in (*model.variables, *model.optimizer.variables)]
+    buffers = [buffer.value for buffer in variables.buffers(model)]
+    values = [keras.ops.convert_to_numpy(v) for v in (*model.variables, *model.optimizer.variables, *buffers)]
     return values, history.history, history.epoch
 
 

@@ -30,6 +30,7 @@ from keras_hpc.keras_hooks.variables import standard_dtype
 
 # Kinds of what a rank has of its own. Of virtual ranks, a row for each of all.
 _RANDOM, _SEED, _METRIC, _STATE, _PARTS, _SENT = "random", "seed", "metric", "state", "parts", "sent"
+_BUFFER = "buffer"  # comes last: checkpoints from before December 2026 have none
 _DIGEST_BYTES = 32
 _PIECE_BYTES = 64 << 20  # larger variables are cut by rows, so that ranks can share them
 _ALIGNMENT = 64
@@ -188,7 +189,10 @@ def check(trained: Trained, facts: dict[str, Any]) -> None:
             f"{facts.get('virtual_ranks')}), or another path, which begins anew. Received: virtual_ranks={here}"
         )
     local_states.expect(trained.models, facts.get("local", ()))
-    own = [[v.path, standard_dtype(v), list(v.shape)] for _, v in _own_variables(trained)]
+    saved = {kind for _, kind, *_ in facts["own"]}
+    if _BUFFER not in saved and variables.buffers(*trained.models):
+        current.notice("Checkpoint: an older one, without buffers of modules of PyTorch: they stay as they are here")
+    own = [_described(v, {}) for kind, v in _own_variables(trained) if kind != _BUFFER or kind in saved]
     theirs = [(f"`{path}` of", dtype, shape) for path, dtype, shape in facts["variables"]]
     theirs += [
         (f"`{name}` of", dtype, shape[1:] if kind == _PARTS else shape)
@@ -322,7 +326,7 @@ def _merged(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> np.ndarray:
         value = of_ranks[0]
         if kind == _METRIC and facts.get("virtual_ranks") is None:
             value = np.zeros_like(value)
-        elif kind == _STATE and len(of_ranks) > 1 and keras.backend.is_float_dtype(dtype):
+        elif kind in (_STATE, _BUFFER) and len(of_ranks) > 1 and keras.backend.is_float_dtype(dtype):
             value = np.mean([a.astype(np.float64) for a in of_ranks], axis=0).astype(value.dtype)
         values.append(value)
     return _joined(values)
@@ -347,7 +351,7 @@ def _own_variables(trained: Trained) -> list[tuple[str, Any]]:
         ):
             for variable in kept:
                 found.setdefault(id(variable), (kind, variable))
-    return list(found.values())
+    return [*found.values(), *((_BUFFER, buffer) for buffer in variables.buffers(*trained.models))]
 
 
 def _own(trained: Trained) -> list[tuple[str, str, np.ndarray]]:

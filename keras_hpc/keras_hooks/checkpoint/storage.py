@@ -32,7 +32,7 @@ _FORMAT = 2
 _MANIFEST, _ARRAYS = "manifest.json", "arrays.npz"
 _NAME = re.compile(r"step-\d+")
 _PART = re.compile(r"rank(\d+)-([0-9a-f]+)\.safetensors")
-_UNFINISHED, _DAMAGED = ".unfinished-", "damaged-"
+_UNFINISHED, _REPLACED, _DAMAGED = ".unfinished-", ".replaced-", "damaged-"
 _NOT_ZIP = (zipfile.BadZipFile, zlib.error)
 _LOOK_SECONDS = 0.05  # at first; then less often
 
@@ -46,7 +46,7 @@ class AbandonedError(Exception):
 
 
 def check(folder: Path, nbytes: int, keep: int) -> None:
-    """Prepare a folder for checkpoints, and remove what a killed process has left half written there.
+    """Prepare a folder for checkpoints, and end what a killed process has left half done there.
 
     Args:
         folder: it is made where there is none.
@@ -59,6 +59,7 @@ def check(folder: Path, nbytes: int, keep: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(path)
+    _take_back(folder)
     probe = folder / f"{_UNFINISHED}probe"
     probe.mkdir()
     try:
@@ -129,10 +130,12 @@ def commit(
     _write(unfinished / _MANIFEST, json.dumps(manifest).encode())
     _flush(unfinished)
     target = folder / f"step-{step:09d}"
-    if target.exists():
-        _remove(target)
+    _take_back(folder)
+    if target.exists():  # of the same step, which stays until the new one has its name
+        target.rename(folder / f"{_REPLACED}{target.name}")
     unfinished.rename(target)
     _flush(folder)
+    _take_back(folder)
     for old in _whole(folder)[:-keep]:
         _remove(old)
 
@@ -256,6 +259,16 @@ def _remove(path: Path) -> None:
     doomed = path.with_name(f"{_UNFINISHED}old-{path.name}")
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _take_back(folder: Path) -> None:
+    """Give checkpoints that were to be replaced their names again; remove those that were replaced."""
+    for path in folder.glob(f"{_REPLACED}*"):
+        target = path.with_name(path.name.removeprefix(_REPLACED))
+        if target.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.rename(target)
 
 
 def _put_aside(path: Path) -> None:
