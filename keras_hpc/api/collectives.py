@@ -159,7 +159,7 @@ def check_replicas(model: Any, team: int = 0) -> None:
     from keras_hpc.keras_hooks import replicas, variables
 
     members = team_number(team)
-    own = [*variables.replicated_variables(model), *variables.buffers(model)]
+    own = [*variables.replicated_variables(model), *variables.common_buffers(model)]
     variables.check_same(members, own)
     replicas.compare(members, own, [variable.value for variable in own])
 

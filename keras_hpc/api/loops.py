@@ -75,7 +75,7 @@ def average_statistics(model: Any) -> None:
     """
     from keras_hpc.keras_hooks import variables
 
-    variables.average(current.team_of(model), [*variables.per_rank_state(model), *variables.buffers(model)])
+    variables.average(current.team_of(model), [*variables.per_rank_state(model), *variables.common_buffers(model)])
 
 
 def keep_local(layer: Any) -> None:

@@ -18,8 +18,8 @@ from keras_hpc.keras_hooks.variables import (
     accumulators,
     average,
     broadcast_variables,
-    buffers,
     check_same,
+    common_buffers,
     digests,
     held_optimizers,
     known_apart,
@@ -89,7 +89,7 @@ def synchronize(model: Any) -> bool:
     seeds = [generator.state for generator in seed_generators(model)]
     apart = known_apart()
     shared = [v for v in (*replicated_variables(model), *accumulators(model), *seeds) if id(v) not in apart]
-    differed = broadcast_variables(team, [*shared, *buffers(model)])
+    differed = broadcast_variables(team, [*shared, *common_buffers(model)])
     derive(model)
     state = current.job().known.model(model)
     state.synchronized, state.has_loaded = len(replicated_variables(model)), False
@@ -174,7 +174,7 @@ def average_statistics(model: Any) -> None:
     for _, state in related:
         state.statistics_moved = 0
     kept = unique(v for m, _ in related for v in (*per_rank_state(m), *accumulators(m)))
-    average(current.team_of(model), [*kept, *(buffer for m, _ in related for buffer in buffers(m))])
+    average(current.team_of(model), [*kept, *(buffer for m, _ in related for buffer in common_buffers(m))])
 
 
 def average_after_step(model: Any) -> None:
@@ -183,7 +183,7 @@ def average_after_step(model: Any) -> None:
     Moving averages are linear: averaging now gives what averaging before evaluate or save would give. But this way
     `if rank() == 0: model.save(...)` needs no other rank.
     """
-    variables = [*per_rank_state(model), *buffers(model)]
+    variables = [*per_rank_state(model), *common_buffers(model)]
     if current.team_of(model).schedule.local is not None:
         return  # local steps send nothing: with the weights, before ranks look at them
     if variables:
@@ -218,7 +218,7 @@ def agree(model: Any, call: str) -> None:
     team = current.team_of(model)
     statistics = per_rank_state(model)
     own = set(map(id, statistics))
-    statistics = [*statistics, *buffers(model)]
+    statistics = [*statistics, *common_buffers(model)]
     weights = [v for v in (*replicated_variables(model), *accumulators(model)) if id(v) not in own]
     state = current.job().known.model(model)
     mine = [xxhash.xxh3_128_hexdigest(digests(part).tobytes()) for part in (weights, statistics)]

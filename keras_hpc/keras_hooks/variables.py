@@ -63,6 +63,12 @@ def buffers(*models: Any) -> list[Any]:
     return found
 
 
+def common_buffers(model: Any) -> list[Any]:
+    """Return those of a model's `buffers` that are the same on all ranks: not of layers that `keep_local` was given."""
+    local = {id(buffer.value) for buffer in buffers(*current.job().known.local_layers())}
+    return [buffer for buffer in buffers(model) if id(buffer.value) not in local]
+
+
 def known_local() -> set[int]:
     """Return the ids of the variables that `keep_local` keeps different on each rank."""
     return {id(variable) for layer in current.job().known.local_layers() for variable in layer.variables}

@@ -117,3 +117,19 @@ def test_statistics_of_modules_of_pytorch_are_those_of_all():
     together = model.predict(X, verbose=0)
     with keras_hpc.local():
         assert_close([together], [model.predict(X, verbose=0)], 1e-5)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="about modules of PyTorch")
+def test_statistics_of_a_module_that_is_local_stay_its_ranks():
+    import torch
+
+    norm = torch.nn.BatchNorm1d(4)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.TorchModuleWrapper(norm), keras.layers.Dense(1)])
+    keras_hpc.keep_local(model.layers[0])
+    model.compile("sgd", "mse")
+    with torch.no_grad():
+        norm.running_mean.fill_(job().rank)
+    keras_hpc.average_statistics(model)
+    model.predict(X, verbose=0)
+    assert_close([norm.running_mean.numpy()], [np.full(4, job().rank, np.float32)])
+    keras_hpc.check_replicas(model)  # which are compared without it
