@@ -208,7 +208,11 @@ def find_sums(model: Any, adapter: Any) -> None:
     noisy = bool(variables.seed_generators(model))
     # Batches that are normalized have other values in halves, whatever the loss.
     halved = half and not noisy and not any(map(normalization.is_normalization, model._flatten_layers()))
-    parts = [slice(2 * half), slice(half), slice(half, 2 * half)] if halved else []
+    parts: list[Any] = [slice(2 * half)] if halved else []
+    for width in sorted({half, 1, 2}) if halved else ():  # several, as two halves may be alike by chance
+        if half % width == 0:
+            first = np.arange(2 * half) // width % 2 == 0
+            parts += [np.flatnonzero(first), np.flatnonzero(~first)]
     batches = [rows, keras.tree.map_structure(lambda a: np.concatenate([a, a]), rows)]
     batches += [keras.tree.map_structure(lambda a: a[part], rows) for part in parts]  # noqa: B023
     dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
@@ -225,8 +229,10 @@ def find_sums(model: Any, adapter: Any) -> None:
             _check_ratio(what, ratio)
         if others and np.isfinite(others).all():
             whole, *halves = others
-            if not pair_losses.adds_up(whole, halves, dtypes):
-                raise ValueError(pair_losses.REFUSED.format(what=what, whole=whole, halves=halves, of="samples"))
+            for pair in zip(halves[::2], halves[1::2], strict=True):
+                if not pair_losses.adds_up(whole, list(pair), dtypes):
+                    refused = pair_losses.REFUSED.format(what=what, whole=whole, halves=list(pair), of="samples")
+                    raise ValueError(refused)
         if ratio > 1.5:
             state.added_sums.add(number)
 
