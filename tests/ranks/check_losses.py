@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses that are sums, vectors or numbers, of a step, a layer or a model: the same as one rank, or refused."""
+"""Losses that are sums, vectors or numbers, and those that layers add: the same as one rank, or refused."""
 
 from contextlib import nullcontext
 
 import keras
-import numpy as np
 import pytest
-from keras_cases import assert_close, enough, enough_on, job, on_one_rank, values
-from regression import BATCH, X, Y, compare, dense
+from keras_cases import enough, enough_on, job, on_one_rank
+from regression import BATCH, X, Y, compare, dense, masked_by_hand, rmse
 
 import keras_hpc
 
@@ -179,174 +178,6 @@ def test_a_loss_that_is_neither_is_refused():
             model.fit(X, Y, batch_size=BATCH, verbose=0)
 
 
-class OwnStep(keras.Model):
-    """A model with a loss and a `train_step` of its own."""
-
-    def __init__(self, loss, *layers, network=None):
-        network = network or dense(*layers)
-        inputs = keras.Input((4,), dtype=network.inputs[0].dtype)
-        super().__init__(inputs, network(inputs))
-        self.own_loss = loss
-
-    if BACKEND == "jax":
-
-        def train_step(self, state, data):
-            import jax
-
-            trainable, fixed, optimizer, metrics = state
-            x, y = data
-
-            def loss_of(trainable, fixed):
-                predicted, fixed = self.stateless_call(trainable, fixed, x, training=True)
-                return self.own_loss(y, predicted), fixed
-
-            gradients, fixed = jax.grad(loss_of, has_aux=True)(trainable, fixed)
-            trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
-            return {"loss": ops.zeros(())}, (trainable, fixed, optimizer, metrics)
-
-    else:
-
-        def train_step(self, data):
-            x, y = data
-            rate = self.optimizer.learning_rate
-            rate.assign(0.9 * rate)  # the trial of the step must leave it alone
-            if BACKEND == "tensorflow":
-                import tensorflow as tf
-
-                with tf.GradientTape() as tape:
-                    loss = self.own_loss(y, self(x, training=True))
-                self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
-            else:
-                self.zero_grad()
-                self.own_loss(y, self(x, training=True)).backward()
-                self.optimizer.apply([v.value.grad for v in self.trainable_weights], self.trainable_weights)
-            return {"loss": ops.zeros(())}
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        pytest.param(lambda y, p: ops.mean(ops.square(y - p)), id="mean"),
-        pytest.param(keras.losses.MeanSquaredError(), id="keras mean", marks=enough_on("torch")),
-        pytest.param(keras.losses.MeanSquaredError(reduction="sum"), id="keras sum"),
-    ],
-)
-def test_a_step_of_ones_own(loss, caplog):
-    def make():
-        model = OwnStep(loss)
-        model.compile(keras.optimizers.SGD(1e-3))
-        return model
-
-    with caplog.at_level("INFO", "keras_hpc"):
-        model = compare(make)
-    assert "right if its loss is a mean" not in caplog.text
-    keras_hpc.check_replicas(model)
-
-
-class Counting(OwnStep):
-    """Counts its steps in what is no variable of Keras."""
-
-    def __init__(self, loss):
-        super().__init__(loss)
-        if BACKEND == "tensorflow":
-            import tensorflow as tf
-
-            self.steps = tf.Variable(0.0)
-        else:
-            self.steps = ops.zeros((), "bfloat16")
-
-    def train_step(self, data):
-        self.steps.assign_add(1.0) if BACKEND == "tensorflow" else self.steps.add_(1.0)
-        return super().train_step(data)
-
-
-@pytest.mark.skipif(BACKEND == "jax", reason="has nothing of its own that could be set")
-def test_a_trial_of_a_step_leaves_tensors_among_its_attributes_alone():
-    model = Counting(lambda y, p: ops.mean(ops.square(y - p)))
-    model.compile(keras.optimizers.SGD(1e-3))
-    steps = model.steps
-    model.fit(X, Y, batch_size=BATCH, verbose=0)
-    assert float(steps) == float(model.steps) == -(-len(X) // BATCH)
-
-
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="only its tape takes a vector, and has gradients of rows")
-def test_a_step_with_a_vector_of_losses_and_an_embedding():
-    def make():
-        layers = keras.layers
-        words = keras.Input((4,), dtype="int32")  # a word comes in several samples
-        outputs = layers.Dense(1)(layers.GlobalAveragePooling1D()(layers.Embedding(7, 3)(words)))
-        model = OwnStep(lambda y, p: ops.square(y - p)[:, 0], network=keras.Model(words, outputs))
-        model.compile(keras.optimizers.SGD(1e-3))
-        return model
-
-    compare(make, (np.abs(X) * 5).astype("int32") % 7)
-
-
-class OwnLoss(keras.Model):
-    """A model with a loss of its own and the step of Keras."""
-
-    def __init__(self, loss):
-        inputs = keras.Input((4,))
-        super().__init__(inputs, dense()(inputs))
-        self.own_loss = loss
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return self.own_loss(y, y_pred)
-
-
-def replaced(loss):
-    """A model whose class does not show that it has a loss of its own."""
-    model = dense()
-    model.compute_loss = lambda x, y, y_pred, *given, **more: loss(y, y_pred)
-    return model
-
-
-@pytest.mark.parametrize("own", [OwnLoss, *enough([replaced], "torch")])
-@pytest.mark.parametrize("kind", ["mean", "sum"])
-def test_a_loss_that_the_model_computes(kind, own):
-    def make():
-        model = own(lambda y, p: getattr(ops, kind)(ops.square(y - p)))
-        model.compile(keras.optimizers.SGD(1e-3))
-        return model
-
-    if kind == "mean" or job().size == 1:
-        compare(make)
-    else:
-        with pytest.raises(ValueError, match=r"compute_loss\(\)` are a sum over samples"):
-            make().fit(X, Y, batch_size=BATCH, verbose=0)
-
-
-@pytest.mark.parametrize(
-    ("loss", "layers", "what"),
-    [
-        (lambda y, p: ops.sum(ops.square(y - p)), [], "a sum over samples"),
-        (lambda y, p: ops.sum(ops.square(y - p)), [keras.layers.GaussianNoise(0.3)], "a sum over samples"),
-        (lambda y, p: ops.log(ops.sum(ops.square(y - p)) + 1), [], "neither a mean nor a sum"),
-    ],
-    ids=["sum", "noisy sum", "logarithm"],
-)
-def test_a_step_whose_gradients_ranks_may_not_average_is_refused(loss, layers, what):
-    model = OwnStep(loss, *layers)
-    model.compile(keras.optimizers.SGD(1e-3))
-    before = values(model)
-    if job().size == 1:
-        model.fit(X, Y, batch_size=BATCH, verbose=0)
-        return
-    with pytest.raises(ValueError, match=what):
-        model.fit(X, Y, batch_size=BATCH, verbose=0)
-    if BACKEND != "jax":  # where Keras holds the state of a model that trains outside of it
-        assert_close(values(model), before, 0)
-
-
-def rmse(y, p):
-    return ops.sqrt(ops.mean(ops.square(y - p)))
-
-
-def masked_by_hand(y, p):
-    known = ops.cast(y != 0, p.dtype)
-    return ops.sum(known * ops.square(y - p)) / ops.maximum(ops.sum(known), 1)
-
-
 def balance(x):
     """Even use of experts: a product of means over the batch."""
     odds = ops.softmax(x)
@@ -386,44 +217,4 @@ def test_a_product_of_means_that_a_layer_adds_is_refused():
         if job().size > 1
         else nullcontext()
     ):
-        model.fit(X, Y, batch_size=BATCH, verbose=0)
-
-
-@pytest.mark.parametrize("whose", ["step", *enough(["model"], "torch")])
-@pytest.mark.parametrize("loss", [rmse, *enough([masked_by_hand], "torch")])
-def test_a_step_of_a_whole_batch_is_refused(loss, whose):
-    model = OwnStep(loss) if whose == "step" else OwnLoss(loss)
-    model.compile(keras.optimizers.SGD(1e-3))
-    y = (Y > 0).astype("int32") if loss is masked_by_hand else Y
-    with pytest.raises(ValueError, match="not the mean of those of its halves") if job().size > 1 else nullcontext():
-        model.fit(X, y, batch_size=BATCH, verbose=0)
-
-
-@enough_on("torch")
-def test_a_step_that_asks_all_ranks_itself_is_exact():
-    def rmse_of_all(y, p):
-        total = keras_hpc.allreduce(ops.sum(ops.square(y - p)), op="sum")
-        return ops.sqrt(total / (len(y) * job().size))
-
-    def trained(loss):
-        keras.utils.set_random_seed(5)
-        model = OwnStep(loss)
-        model.compile(keras.optimizers.SGD(0.05))
-        model.fit(X[:48], Y[:48], batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
-        return values(model)
-
-    assert_close(trained(rmse_of_all), on_one_rank(lambda: trained(rmse)), 3e-6)
-
-
-SEEDS = {"mean": 11, "sum": 7} if BACKEND == "torch" else {"mean": 51, "sum": 51}
-
-
-@pytest.mark.parametrize("kind", ["mean", *enough(["sum"], "tensorflow", "jax")])
-def test_chance_does_not_decide_about_a_noisy_step(kind):
-    """With these seeds the first 16 draws of the noise say the opposite on PyTorch and TensorFlow."""
-    keras.utils.set_random_seed(SEEDS[kind])
-    model = OwnStep(lambda y, p: getattr(ops, kind)(ops.square(y - p)), keras.layers.GaussianNoise(0.3))
-    model.compile(keras.optimizers.SGD(1e-3))
-    wrong = kind == "sum" and job().size > 1
-    with pytest.raises(ValueError, match="a sum over samples") if wrong else nullcontext():
         model.fit(X, Y, batch_size=BATCH, verbose=0)
