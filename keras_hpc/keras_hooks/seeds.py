@@ -163,7 +163,7 @@ def begin_torch(*key: int) -> None:
     """Seed PyTorch's generator for a reader."""
     import torch
 
-    torch.default_generator.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
+    torch.default_generator.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1)
 
 
 @contextlib.contextmanager

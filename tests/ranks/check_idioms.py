@@ -210,6 +210,9 @@ class Evaluating(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("callbacks", [[], [Evaluating()]], ids=["fit", "evaluating"])
 def test_a_metric_of_several_values(callbacks):
+    if callbacks and keras.backend.backend() == "jax" and hasattr(keras.Model, "_clear_jax_state_sharding"):
+        pytest.skip("Keras before 3.12 cannot evaluate amid an epoch of fit on JAX")
+
     def make():
         model = dense()
         model.compile("sgd", "mse", metrics=[Shares(), "mae"])
