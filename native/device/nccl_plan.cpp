@@ -171,6 +171,8 @@ void NcclPlan::serve() {
     if (!stopping_) fail(std::current_exception());
     communicator_->abort();
   }
+  const std::lock_guard lock(mutex_);  // after an error there is no other step
+  turn_.reset();
 }
 
 void NcclPlan::step() {

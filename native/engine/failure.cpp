@@ -154,12 +154,16 @@ void Lookout::look_around() {
   looked_at_ = Clock::now();
   const Topology& topology = failure_->topology_;
   int culprit = topology.local_ranks()[at((topology.local_rank + 1) % topology.local_size())];  // it may be this one
-  const std::string text = failure_->has_died(culprit)
-                               ? "the process of rank " + std::to_string(culprit) + " has ended."
-                               : failure_->complaint(culprit);
+  const bool has_died = failure_->has_died(culprit);
+  if (has_died) failure_->tell(topology.rank, culprit);
+  const std::string text =
+      has_died ? "the process of rank " + std::to_string(culprit) + " has ended." : failure_->complaint(culprit);
   if (text.empty()) return;
+  // A program may end so that has done all its work. What others say is believed at the next look: each node that it
+  // has to pass would else take that long.
+  const double grace = has_died ? failure_->grace_seconds_ : slice_seconds / 2;
   absent_since_ = std::min(absent_since_, looked_at_);
-  if (seconds_since(absent_since_) > failure_->grace_seconds_)
+  if (seconds_since(absent_since_) > grace)
     throw Error("Rank " + std::to_string(topology.rank) + " cannot go on: " + text, culprit);
 }
 

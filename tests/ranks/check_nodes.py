@@ -49,10 +49,10 @@ def test_allreduce_equals_mpi(count):
 
 
 def test_messages_longer_than_mpi_takes_go_in_parts():
-    extent, inner = 6, 5000
+    extent, inner = 6, 30_000
     leaders = MPI.COMM_WORLD.allgather(MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).bcast(keras_hpc.rank()))
     nodes = [sorted(set(leaders)).index(leader) for leader in leaders]
-    transport = launch._native_mpi(MPI.COMM_WORLD).transport(nodes, largest_message=1000)
+    transport = launch._native_mpi(MPI.COMM_WORLD).transport(nodes, largest_message=70_000)
     team = _native.Team(transport, 9, 0, 20.0, 20.0)
     move = geometry.move(extent, team.size, [(0, extent)] * team.size, team.rank)
     sends = [(other, *rows) for other, rows in move.sends]
@@ -63,7 +63,7 @@ def test_messages_longer_than_mpi_takes_go_in_parts():
     found = np.empty_like(whole)
     rows.run(whole[begin:end].reshape(-1).view(np.uint8), found.reshape(-1).view(np.uint8), 1, inner, "float32", False)
     np.testing.assert_array_equal(found, whole)
-    x = np.ones(5001, np.float32)
+    x = np.ones(100_003, np.float32)
     team.allreduce(x.view(np.uint8), "float32", "sum")
     assert np.all(x == team.size)
     team.close()
