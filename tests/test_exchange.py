@@ -70,6 +70,30 @@ def random_windows(rng, ranks, extent):
     return [tuple(sorted(map(int, rng.integers(-3, extent + 4, 2)))) for _ in rows]
 
 
+def test_only_neighbours_have_memory_for_each_other():
+    """However many ranks a node has; and what is there serves later exchanges, too."""
+    ranks, extent = 8, 16
+    rows = geometry.bounds(extent, ranks)
+
+    def work(team, rank):
+        before = team.report()["segment_bytes"]
+        taken = []
+        for name, reach in (("conv1", 1), ("conv2", 2), ("all", extent)):
+            windows = [(max(begin - reach, 0), min(end + reach, extent)) for begin, end in rows]
+            made = make(team, rank, windows, extent, name)
+            whole = np.arange(extent, dtype=np.float32).reshape(1, extent, 1)
+            begin, end = rows[rank]
+            found = exchange(made, np.ascontiguousarray(whole[:, begin:end]))
+            np.testing.assert_array_equal(found, window_of(whole, windows[rank]))
+            taken.append(team.report()["segment_bytes"] - before)
+        return taken
+
+    for first, second, third in run([0] * ranks, work):
+        assert 2 * 256 << 10 < first < 3 * 256 << 10
+        assert second == first
+        assert 8 * 256 << 10 < third < 9 * 256 << 10  # an end had one, and lacks six
+
+
 @pytest.mark.parametrize(
     "nodes", ["1 rank", "2 on 1", "3 on 1", "5 on 1", "2 x 1", "2 x 2 interleaved", "2 + 1", "3 + 2 + 2 scattered"]
 )

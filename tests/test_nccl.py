@@ -179,6 +179,32 @@ def test_a_rank_that_does_not_come_is_an_error_in_time(how, nodes):
     assert ("NCCL has not reduced the tensors" if how == "late" else "rank 1") in text
 
 
+def test_plans_started_together_keep_one_order():
+    """Where a GPU has room for one kernel, and the tensors of the plan that comes first are late on one rank."""
+    ids = Ids(2)
+    nccl().fake_nccl_narrow()
+
+    def work(team, rank):
+        with (
+            contextlib.closing(NcclStep(team, rank, ids, weighted=True)) as first,
+            contextlib.closing(NcclStep(team, rank, ids)) as second,
+        ):
+            found = []
+            for number in range(STEPS):
+                if number % 2 == rank:
+                    first.stream.take_time(20)
+                first.start(data_of(rank, COUNTS, DTYPES, number))
+                second.start(data_of(rank, COUNTS, DTYPES, 100 + number))
+                # Who waits for them does so in any order.
+                found.append([step.wait() for step in ((first, second) if rank else (second, first))][:: rank * 2 - 1])
+            return found
+
+    results = run([0, 0], work, timeout=5)
+    for number in range(STEPS):
+        for plan in range(2):
+            check([r[number][plan] for r in results], [0, 0], COUNTS, DTYPES, "mean", step=100 * plan + number)
+
+
 def test_bad_input():
     ids = Ids(1)
 

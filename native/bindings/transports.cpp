@@ -36,8 +36,8 @@ class PyMpi {
   std::vector<int> nodes(const std::vector<int>& host_of_rank) const {
     return nodes_that_share_memory(*connect(), host_of_rank);
   }
-  std::unique_ptr<Transport> transport(const std::vector<int>& node_of_rank) const {
-    return make_mpi_transport(connect(), node_of_rank);
+  std::unique_ptr<Transport> transport(const std::vector<int>& node_of_rank, size_t largest_message) const {
+    return make_mpi_transport(connect(), node_of_rank, largest_message);
   }
 
  private:
@@ -63,7 +63,8 @@ void bind_transports(nb::module_& m) {
            "Collective: a communicator of the MPI library that mpi4py has loaded.")
       .def("nodes", &PyMpi::nodes, release, "host_of_rank"_a,
            "Collective: the node of each rank. Ranks of a host that cannot share memory are not on one.")
-      .def("transport", &PyMpi::transport, release, "node_of_rank"_a, "Collective: a way to reach the ranks.");
+      .def("transport", &PyMpi::transport, release, "node_of_rank"_a, "largest_message"_a = kLargestMessage,
+           "Collective: a way to reach the ranks. Messages of more bytes than `largest_message` go in parts.");
   m.def(
       "in_process_transports",
       [](const std::vector<int>& node_of_rank) {

@@ -102,7 +102,10 @@ void NcclPlan::abandon() {
 void NcclPlan::begin(int tensor, const DeviceWeight& weight) {
   throw_if_failed();
   if (of(tensor).started) throw Error(plan_.describe(tensor) + " was started twice without a wait in between.");
-  if (++started_ == 1) weight_ = weight;
+  if (++started_ == 1) {
+    weight_ = weight;
+    turn_.emplace(team_.turns());
+  }
   of(tensor).started = true;
 }
 
@@ -168,10 +171,13 @@ void NcclPlan::serve() {
     if (!stopping_) fail(std::current_exception());
     communicator_->abort();
   }
+  const std::lock_guard lock(mutex_);  // after an error there is no other step
+  turn_.reset();
 }
 
 void NcclPlan::step() {
   Watch watch{*this};
+  while (!has_turn()) watch.look("come to this step: that of a plan which was started before is not over");
   const std::optional<double> mine = factor(watch);
   for (const Bucket& bucket : plan_.layout().buckets()) {
     while (!has_begun(bucket)) watch.look(nullptr);
@@ -182,8 +188,14 @@ void NcclPlan::step() {
   {
     const std::lock_guard lock(mutex_);
     over_ = true;
+    turn_.reset();
   }
   changed_.notify_all();
+}
+
+bool NcclPlan::has_turn() {
+  const std::lock_guard lock(mutex_);
+  return turn_->has_come();
 }
 
 bool NcclPlan::has_begun(const Bucket& bucket) {

@@ -10,9 +10,11 @@
 //                                      copy the sums back
 // and in its end:           wait_on    blocks until the device has done all of it
 //
-// Buckets are taken in the same order on all ranks, as NCCL needs it, whatever backward has computed first. The host
-// waits for the device's end, so that no rank goes on with a step that NCCL cannot end; an error ends what is under way
-// by ncclCommAbort. The order is made by events alone:
+// Buckets are taken in the same order on all ranks, as NCCL needs it, whatever backward has computed first. So are the
+// steps of a team's plans, one at a time: kernels of two communicators that a GPU has no room for at once would wait
+// for each other for ever, if ranks began with different ones. Frameworks begin steps in one order on all ranks. The
+// host waits for the device's end, so that no rank goes on with a step that NCCL cannot end; an error ends what is
+// under way by ncclCommAbort. The order is made by events alone:
 //   ready[t]  on the caller's stream at start_on; ours waits for it before it copies
 //   came      on our stream once a weight has come to the host; the courier asks for it
 //   end       on our stream after the last copy back; the courier asks for it
@@ -22,6 +24,7 @@
 #include <optional>
 #include <vector>
 
+#include "common/turns.hpp"
 #include "device/device_plan.hpp"
 #include "device/nccl.hpp"
 
@@ -58,6 +61,7 @@ class NcclPlan final : public DevicePlan {
   void begin(int tensor, const DeviceWeight& weight);
   void serve();
   void step();
+  bool has_turn();
   bool has_begun(const Bucket& bucket);
   std::optional<double> factor(Watch& watch);
   void enqueue(const Bucket& bucket, std::optional<double> factor);
@@ -74,6 +78,7 @@ class NcclPlan final : public DevicePlan {
   // With the lock:
   int started_ = 0;
   DeviceWeight weight_;
+  std::optional<Turns::Turn> turn_;  // of a step that has begun
   bool over_ = false;
 };
 

@@ -96,16 +96,24 @@ struct Exchanges::Operation {
   }
 };
 
-Exchanges::Exchanges(const TeamContext& team, Transport& transport, Channel& control)
-    : team_(team),
-      topology_(*team.topology),
-      channel_(transport.open_channel()),
-      mailboxes_(team, transport, control) {}
+Exchanges::Exchanges(const TeamContext& team, Transport& transport)
+    : team_(team), topology_(*team.topology), channel_(transport.open_channel()), mailboxes_(team) {}
 
 Exchanges::~Exchanges() = default;
 
-int Exchanges::add(ExchangeSpec spec) {
-  spec.check(topology_.rank, topology_.size);
+std::vector<int> Exchanges::new_neighbours(const ExchangeSpec& spec) const {
+  std::vector<int> found;
+  for (const bool adjoint : {false, true})
+    for (const Shipment& shipment : outgoing(spec, adjoint)) {
+      const int neighbour = local(shipment.rank);
+      const bool is_known = neighbour < 0 || mailboxes_.reaches(neighbour);
+      if (!is_known && std::find(found.begin(), found.end(), neighbour) == found.end()) found.push_back(neighbour);
+    }
+  return found;
+}
+
+int Exchanges::add(ExchangeSpec spec, size_t most, Transport& transport, Channel& control) {
+  mailboxes_.add(new_neighbours(spec), most, transport, control);
   const std::lock_guard lock(specs_mutex_);
   specs_.push_back(std::move(spec));  // others stay where they are
   return static_cast<int>(specs_.size()) - 1;

@@ -28,11 +28,14 @@ namespace keras_hpc {
 class Exchanges {
  public:
   // Collective.
-  Exchanges(const TeamContext& team, Transport& transport, Channel& control);
+  Exchanges(const TeamContext& team, Transport& transport);
   ~Exchanges();
 
-  // Ranks have agreed on the name. Returns its number.
-  int add(ExchangeSpec spec);
+  // Ranks of the node to which this exchange is the first to send something from here.
+  std::vector<int> new_neighbours(const ExchangeSpec& spec) const;
+  // Collective; ranks have agreed on the name. `most`: the largest number of new neighbours of a rank. Returns its
+  // number.
+  int add(ExchangeSpec spec, size_t most, Transport& transport, Channel& control);
   const ExchangeSpec& spec(int exchange) const;
 
   // Sends rows of `data`, which must stay valid until wait has returned, with or without an error.

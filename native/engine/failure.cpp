@@ -29,6 +29,15 @@ void Failure::set(std::exception_ptr error) {
     set_.store(true, std::memory_order_release);
   }
   ring();
+  tell(topology_.rank, culprit);
+}
+
+// Other nodes.
+void Failure::tell(int messenger, int culprit) const {
+  if (!news_) return;
+  const bool is_own = culprit < 0 || culprit == topology_.rank;
+  const News::Why why = !is_own && has_died(culprit) ? News::Why::ended : News::Why::failed;
+  news_->tell({messenger, is_own ? topology_.rank : culprit, why});
 }
 
 void Failure::leave() {
@@ -125,6 +134,39 @@ void Failure::throw_if_neighbour_failed() const {
   }
 }
 
+// Why another rank keeps this one from going on, if one does: a neighbour that has failed, or what other nodes say. It
+// is passed on at once, whether or not this rank goes on for a while.
+std::string Failure::complaint(int& culprit) const {
+  for (const int rank : topology_.local_ranks()) {
+    if (rank == topology_.rank || bell_of(rank)->fate.load(std::memory_order_acquire) != Fate::failed) continue;
+    tell(rank, bell_of(rank)->culprit.load(std::memory_order_relaxed));
+    return blame(rank, culprit);
+  }
+  const auto item = news_ ? news_->hear() : std::nullopt;
+  if (!item) return "";
+  culprit = item->culprit;
+  news_->tell(*item);
+  return item->text(topology_.rank);
+}
+
+void Lookout::look_around() {
+  if (failure_->news_ == nullptr || seconds_since(looked_at_) < slice_seconds) return;
+  looked_at_ = Clock::now();
+  const Topology& topology = failure_->topology_;
+  int culprit = topology.local_ranks()[at((topology.local_rank + 1) % topology.local_size())];  // it may be this one
+  const bool has_died = failure_->has_died(culprit);
+  if (has_died) failure_->tell(topology.rank, culprit);
+  const std::string text =
+      has_died ? "the process of rank " + std::to_string(culprit) + " has ended." : failure_->complaint(culprit);
+  if (text.empty()) return;
+  // A program may end so that has done all its work. What others say is believed at the next look: each node that it
+  // has to pass would else take that long.
+  const double grace = has_died ? failure_->grace_seconds_ : slice_seconds / 2;
+  absent_since_ = std::min(absent_since_, looked_at_);
+  if (seconds_since(absent_since_) > grace)
+    throw Error("Rank " + std::to_string(topology.rank) + " cannot go on: " + text, culprit);
+}
+
 void Lookout::examine(const Awaited& awaited, bool due) {
   if (due && check_interrupt != nullptr) check_interrupt();
   const Topology& topology = failure_->topology_;
@@ -154,12 +196,9 @@ void Lookout::examine(const Awaited& awaited, bool due) {
     absent_since_ = std::min(absent_since_, Clock::now());
     if (seconds_since(absent_since_) > failure_->grace_seconds_) throw Error(awaited.name() + ": " + text, culprit);
   }
-  if (seconds_since(begin_) < failure_->grace_seconds_) return;
-  for (const int rank : topology.local_ranks())
-    if (rank != topology.rank && failure_->bell_of(rank)->fate.load(std::memory_order_acquire) == Fate::failed) {
-      text = failure_->blame(rank, culprit);
-      throw Error(awaited.name() + ": " + text, culprit);
-    }
+  text = failure_->complaint(culprit);
+  if (!text.empty() && seconds_since(begin_) > failure_->grace_seconds_)
+    throw Error(awaited.name() + ": " + text, culprit);
 }
 
 }  // namespace keras_hpc

@@ -2,11 +2,13 @@
 // How a team ends before its time: the first error of this rank, and what became of the other ranks of the node.
 //
 // A rank that fails, leaves or closes the team writes so into its bell, where its neighbours see it: at once if they
-// wait for that rank in particular. An error is the team's: whatever is asked of the team later raises it again. It
-// names the rank that failed first, and not the one that was first to lose its patience with it.
+// wait for that rank in particular. Other nodes are told by messages (news.hpp). An error is the team's: whatever is
+// asked of the team later raises it again. It names the rank that failed first, and not the one that was first to lose
+// its patience with it.
 #pragma once
 #include <atomic>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -14,6 +16,7 @@
 #include "common/error.hpp"
 #include "common/waiting.hpp"
 #include "engine/activity.hpp"
+#include "engine/news.hpp"
 #include "transport/topology.hpp"
 
 namespace keras_hpc {
@@ -26,7 +29,13 @@ class Failure {
   Failure(const Topology& topology, Bell* bells, int kinds, double grace_seconds)
       : topology_(topology), bells_(bells), kinds_(kinds), grace_seconds_(grace_seconds) {}
 
-  // This rank has failed; the first error stays. Tells the node.
+  // Where there are other nodes, they are told on this channel, and heard. Collective.
+  void listen(std::unique_ptr<Channel> channel) { news_ = std::make_unique<News>(std::move(channel), topology_); }
+  void stop_listening() {
+    if (news_) news_->stop();
+  }
+
+  // This rank has failed; the first error stays. Tells the node, and other nodes.
   void set(std::exception_ptr error);
   // This rank has no more work for the team. Tells the node.
   void leave();
@@ -50,6 +59,8 @@ class Failure {
   const Bell* bell_of(int rank) const;  // null: on another node
   bool has_died(int rank) const;
   std::string blame(int rank, int& culprit) const;
+  void tell(int messenger, int culprit) const;
+  std::string complaint(int& culprit) const;
 
   const Topology& topology_;
   Bell* bells_;  // [kind][local rank]; what became of a rank is in its first
@@ -58,6 +69,7 @@ class Failure {
   std::atomic<bool> set_{false};
   mutable std::mutex mutex_;
   std::exception_ptr error_;
+  std::unique_ptr<News> news_;  // null: there is only this node
 };
 
 // What a rank waits for.
@@ -85,6 +97,9 @@ class Lookout {
     if (due) looked_at_ = Clock::now();
     examine(awaited, due);
   }
+  // The same for a thread of a rank that may wait for nothing, so that its node hears what others tell, and a death
+  // that nobody waits for is told to them. Looks once in a while, and only where there are other nodes.
+  void look_around();
 
  private:
   static constexpr double slice_seconds = 0.9;  // less than a thread sleeps, so that each sleep ends with a look

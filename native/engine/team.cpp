@@ -65,6 +65,7 @@ Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& 
     lanes_.back()->channel = transport_->open_channel();
     context_.active_plans.push_back(&lanes_.back()->plans);
   }
+  if (topology().node_count > 1) failure_->listen(transport_->open_channel());
   allreduce_ = std::make_unique<AllreduceCall>(context_, *transport_, *control_);
   if (topology().size == 1) options_.threads = 0;  // nothing to communicate
   try {
@@ -94,6 +95,7 @@ void Team::close() {
   failure_->close();
   withdraw("The team was closed.");
   join_threads();
+  failure_->stop_listening();
 }
 
 void Team::join_threads() {
@@ -114,6 +116,7 @@ void Team::fail(std::exception_ptr error) {
   } catch (const std::exception& e) {
     text = e.what();
   }
+  transport_->abandon();
   failure_->set(std::move(error));
   withdraw(text.c_str());
 }
@@ -218,13 +221,15 @@ void Team::end_attendants(const Plan* plan) {
 int Team::make_exchange(const ExchangeSpec& spec, const std::string& terms) {
   spec.check(topology().rank, topology().size);
   agree("The rows of exchange '" + spec.name + "'", {terms});
-  return sharing([&] {
-    if (!exchanges_) {
-      exchanges_ = std::make_unique<Exchanges>(context_, *transport_, *control_);
-      exchanges_of_all_ = exchanges_.get();
-    }
-    return exchanges_->add(spec);
+  sharing([&] {
+    if (exchanges_) return;
+    exchanges_ = std::make_unique<Exchanges>(context_, *transport_);
+    exchanges_of_all_ = exchanges_.get();
   });
+  const auto mine = static_cast<int64_t>(exchanges_->new_neighbours(spec).size());
+  const std::vector<int64_t> of_ranks = allgather_count(mine);
+  const auto most = static_cast<size_t>(*std::max_element(of_ranks.begin(), of_ranks.end()));
+  return sharing([&] { return exchanges_->add(spec, most, *transport_, *control_); });
 }
 
 const ExchangeSpec& Team::exchange(int number) const {
@@ -337,9 +342,13 @@ void Team::serve(int lane) {
     const bool advanced = progress(lane);
     return (lane == 0 && complete_async()) || advanced || stopping_;
   };
+  Lookout lookout(*failure_);
   const auto look = [&] {
     failure_->throw_if_set();
-    if (lane == 0) look_after_async();
+    if (lane == 0) {
+      lookout.look_around();
+      look_after_async();
+    }
     return lanes_[at(lane)]->network_is_busy.load();
   };
   try {

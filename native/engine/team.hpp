@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "common/error.hpp"
+#include "common/turns.hpp"
 #include "engine/allreduce_call.hpp"
 #include "engine/attendant.hpp"
 #include "engine/exchanges.hpp"
@@ -80,6 +81,8 @@ class Team {
   // Ends with the plan or the team, or by end_attendants: of a plan, or, with null, of all.
   void attach(std::shared_ptr<Attendant> attendant);
   void end_attendants(const Plan* plan);
+  // Of steps that attendants may not make beside each other: in the order in which this rank has begun them.
+  Turns& turns() { return turns_; }
   // Frees a plan that no rank will start again, and what works for it. Every rank does so, between executions.
   void end_plan(Plan& plan);
   void start(Plan& plan, int tensor, void* data, double weight);
@@ -197,6 +200,7 @@ class Team {
   PlanTotals ended_plans_;  // what plans that are gone have done
   std::vector<std::shared_ptr<Pipeline>> pipelines_;
   std::vector<std::shared_ptr<LocalSteps>> local_steps_;
+  Turns turns_;
   std::vector<std::shared_ptr<Attendant>> attendants_;
   std::unique_ptr<AllreduceCall> allreduce_;
   std::unique_ptr<Exchanges> exchanges_;               // made with the first of them

@@ -3,6 +3,7 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstring>
 
 #include "common/error.hpp"
@@ -36,6 +37,7 @@ struct Functions {
   int (*Allreduce)(const void*, void*, int, Handle, Handle, Handle);
   int (*Iallreduce)(const void*, void*, int, Handle, Handle, Handle, Handle*);
   int (*Test)(Handle*, int*, void*);
+  int (*Cancel)(Handle*);
   int (*Error_string)(int, char*, int*);
   int (*Finalized)(int*);
 
@@ -54,6 +56,7 @@ struct Functions {
     bind(module, Allreduce, "MPI_Allreduce");
     bind(module, Iallreduce, "MPI_Iallreduce");
     bind(module, Test, "MPI_Test");
+    bind(module, Cancel, "MPI_Cancel");
     bind(module, Error_string, "MPI_Error_string");
     bind(module, Finalized, "MPI_Finalized");
   }
@@ -86,8 +89,15 @@ class RequestOf final : public Request {
     f_.check(f_.Test(&handle, &finished, status_ignore_), "MPI_Test");
     return finished != 0;
   }
+  bool cancel() override {
+    int finalized = 0;
+    if (!is_receive || f_.Finalized(&finalized) != 0 || finalized != 0) return false;
+    f_.check(f_.Cancel(&handle), "MPI_Cancel");
+    return test();
+  }
 
   Handle handle{};
+  bool is_receive = false;
   std::vector<int> counts, displacements;  // must outlive the call that uses them
 
  private:
@@ -99,16 +109,22 @@ template <class Handle>
 class CommunicatorOf final : public Communicator {
  public:
   // Owns `comm`.
-  CommunicatorOf(std::shared_ptr<const Functions<Handle>> functions, const Constants& constants, Handle comm)
-      : functions_(std::move(functions)), f_(*functions_), constants_(constants), comm_(comm) {
+  CommunicatorOf(std::shared_ptr<const Functions<Handle>> functions, const Constants& constants, Handle comm,
+                 std::shared_ptr<std::atomic<bool>> is_kept = std::make_shared<std::atomic<bool>>(false))
+      : functions_(std::move(functions)),
+        f_(*functions_),
+        constants_(constants),
+        comm_(comm),
+        is_kept_(std::move(is_kept)) {
     f_.check(f_.Comm_set_errhandler(comm_, to_handle<Handle>(constants_.errors_return)), "MPI_Comm_set_errhandler");
   }
   ~CommunicatorOf() override {
-    if (fork_depth() != depth_) return;  // it is the parent's
+    if (fork_depth() != depth_ || *is_kept_) return;  // it is the parent's, or nobody's any more
     int finalized = 0;
     if (f_.Finalized(&finalized) == 0 && finalized == 0) f_.Comm_free(&comm_);
   }
 
+  void keep() override { *is_kept_ = true; }
   int rank() const override {
     int rank = 0;
     f_.check(f_.Comm_rank(comm_, &rank), "MPI_Comm_rank");
@@ -122,12 +138,12 @@ class CommunicatorOf final : public Communicator {
   std::unique_ptr<Communicator> duplicate() const override {
     Handle made{};
     f_.check(f_.Comm_dup(comm_, &made), "MPI_Comm_dup");
-    return std::make_unique<CommunicatorOf>(functions_, constants_, made);
+    return std::make_unique<CommunicatorOf>(functions_, constants_, made, is_kept_);
   }
   std::unique_ptr<Communicator> split(int color, int key) const override {
     Handle made{};
     f_.check(f_.Comm_split(comm_, color, key, &made), "MPI_Comm_split");
-    return std::make_unique<CommunicatorOf>(functions_, constants_, made);
+    return std::make_unique<CommunicatorOf>(functions_, constants_, made, is_kept_);
   }
   RequestPtr send(const void* data, int count, int peer, int tag) override {
     auto request = make_request();
@@ -136,6 +152,7 @@ class CommunicatorOf final : public Communicator {
   }
   RequestPtr receive(void* data, int count, int peer, int tag) override {
     auto request = make_request();
+    request->is_receive = true;
     f_.check(f_.Irecv(data, count, byte(), peer, tag, comm_, &request->handle), "MPI_Irecv");
     return request;
   }
@@ -192,6 +209,7 @@ class CommunicatorOf final : public Communicator {
   const Functions<Handle>& f_;
   Constants constants_;
   Handle comm_;
+  const std::shared_ptr<std::atomic<bool>> is_kept_;
   const int depth_ = fork_depth();
 };
 

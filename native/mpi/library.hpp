@@ -31,6 +31,9 @@ class Communicator {
   virtual ~Communicator() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
+  // From now on neither this one nor those that are made of it are ever freed: messages may come that nobody receives,
+  // and MPI could give their context to another communicator, which would.
+  virtual void keep() = 0;
   // Collective. The new communicator returns errors instead of aborting, so that they become exceptions.
   virtual std::unique_ptr<Communicator> duplicate() const = 0;
   // Collective. One of those that pass the same color, in the order of their keys.

@@ -43,13 +43,18 @@ class InParts final : public Request {
 
 class MpiChannel final : public Channel {
  public:
-  explicit MpiChannel(std::unique_ptr<mpi::Communicator> comm) : comm_(std::move(comm)) {}
+  explicit MpiChannel(std::unique_ptr<mpi::Communicator> comm, size_t largest_message = kLargestMessage)
+      : comm_(std::move(comm)), largest_message_(largest_message) {}
 
   RequestPtr send(const void* data, size_t nbytes, int peer, int tag) override {
-    return comm_->send(data, checked_count(nbytes), peer, tag);
+    return in_parts(nbytes, [&](size_t begin, int n) {
+      return comm_->send(static_cast<const std::byte*>(data) + begin, n, peer, tag);
+    });
   }
   RequestPtr receive(void* data, size_t nbytes, int peer, int tag) override {
-    return comm_->receive(data, checked_count(nbytes), peer, tag);
+    return in_parts(nbytes, [&](size_t begin, int n) {
+      return comm_->receive(static_cast<std::byte*>(data) + begin, n, peer, tag);
+    });
   }
   RequestPtr broadcast(void* data, size_t nbytes, int root) override {
     std::deque<RequestPtr> parts;
@@ -88,6 +93,15 @@ class MpiChannel final : public Channel {
   }
 
  private:
+  // MPI's counts are 32-bit integers. Parts arrive in the order in which they are sent.
+  template <class Begin>
+  RequestPtr in_parts(size_t nbytes, Begin&& begin_part) {
+    if (nbytes <= largest_message_) return begin_part(0, static_cast<int>(nbytes));
+    std::deque<RequestPtr> parts;
+    for (size_t begin = 0; begin < nbytes; begin += largest_message_)
+      parts.push_back(begin_part(begin, static_cast<int>(std::min(largest_message_, nbytes - begin))));
+    return std::make_unique<InParts>(std::move(parts));
+  }
   void broadcast_parts(std::deque<RequestPtr>& parts, void* data, size_t nbytes, int root) {
     constexpr size_t part = size_t{1} << 28;
     for (size_t begin = 0; begin < nbytes; begin += part)
@@ -96,6 +110,7 @@ class MpiChannel final : public Channel {
   }
 
   std::unique_ptr<mpi::Communicator> comm_;
+  const size_t largest_message_;
 };
 
 // Closes a descriptor at the end of a scope.
@@ -128,10 +143,14 @@ Numbers gather(Channel& channel, size_t ranks, const Numbers& mine, double time_
 
 class MpiTransport final : public Transport {
  public:
-  MpiTransport(std::unique_ptr<mpi::Communicator> comm, Topology topology)
-      : Transport(std::move(topology)), comm_(std::move(comm)) {}
+  MpiTransport(std::unique_ptr<mpi::Communicator> comm, Topology topology, size_t largest_message)
+      : Transport(std::move(topology)), comm_(std::move(comm)), largest_message_(largest_message) {}
 
-  std::unique_ptr<Channel> open_channel() override { return std::make_unique<MpiChannel>(comm_->duplicate()); }
+  void abandon() override { comm_->keep(); }
+
+  std::unique_ptr<Channel> open_channel() override {
+    return std::make_unique<MpiChannel>(comm_->duplicate(), largest_message_);
+  }
 
   std::unique_ptr<Channel> open_library_channel() override {
     return std::make_unique<MpiChannel>(
@@ -196,14 +215,15 @@ class MpiTransport final : public Transport {
 
  private:
   std::unique_ptr<mpi::Communicator> comm_;
+  const size_t largest_message_;
 };
 
 }  // namespace
 
 std::unique_ptr<Transport> make_mpi_transport(std::unique_ptr<mpi::Communicator> communicator,
-                                              const std::vector<int>& node_of_rank) {
+                                              const std::vector<int>& node_of_rank, size_t largest_message) {
   const int rank = communicator->rank();
-  return std::make_unique<MpiTransport>(std::move(communicator), Topology::make(rank, node_of_rank));
+  return std::make_unique<MpiTransport>(std::move(communicator), Topology::make(rank, node_of_rank), largest_message);
 }
 
 std::vector<int> nodes_that_share_memory(const mpi::Communicator& communicator, const std::vector<int>& host_of_rank) {

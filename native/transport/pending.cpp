@@ -24,6 +24,17 @@ Pending::~Pending() {
   abandoned.push_back({std::move(requests_), std::move(memory_)});
 }
 
+void Pending::cancel() {
+  const auto is_over = [](auto& one) {
+    try {
+      return one.second->cancel();
+    } catch (const Error&) {  // MPI may still use the memory
+      return false;
+    }
+  };
+  requests_.erase(std::remove_if(requests_.begin(), requests_.end(), is_over), requests_.end());
+}
+
 void Pending::free_finished() {
   const auto has_finished = [](Abandoned& old) {
     try {

@@ -25,6 +25,8 @@ class Pending {
     while (!requests_.empty() && requests_.back().second->test()) requests_.pop_back();
     return requests_.empty();
   }
+  // Ends receives of which nothing has come yet.
+  void cancel();
   // Frees what was kept and has finished since. While the network is there.
   static void free_finished();
   // The rank whose message is awaited; -1: none, or one of many.

@@ -20,6 +20,8 @@ class Request {
   virtual ~Request() = default;
   // True once the operation has finished; never blocks.
   virtual bool test() = 0;
+  // Of a receive: nobody wants it any more. Whether it has finished: it has not if its message is just coming.
+  virtual bool cancel() { return false; }
 };
 using RequestPtr = std::unique_ptr<Request>;
 
@@ -29,7 +31,7 @@ class Channel {
  public:
   virtual ~Channel() = default;
   virtual RequestPtr send(const void* data, size_t nbytes, int peer, int tag) = 0;
-  // The message may be shorter than `nbytes`, not longer.
+  // The message may be shorter than `nbytes`, not longer; where it goes in parts, as those of some GiB, neither.
   virtual RequestPtr receive(void* data, size_t nbytes, int peer, int tag) = 0;
 
   // Collective, each called by all ranks of the team in the same order.
@@ -48,6 +50,9 @@ class Transport {
   const Topology& topology() const { return topology_; }
   // Of waits for other ranks, in making segments.
   void set_time_limit(double seconds) { time_limit_ = seconds; }
+
+  // Its ranks have failed: messages may come that nobody receives. No channel may get them that is made later.
+  virtual void abandon() {}
 
   // Collective.
   virtual std::unique_ptr<Channel> open_channel() = 0;

@@ -96,6 +96,8 @@ int failing_after = 0;
 int broken_rank = -1, broken_result = 0;
 std::atomic<int> epoch{0};  // who waits since an earlier one gives up
 std::map<std::string, int> calls;
+std::atomic<bool> narrow{false};
+std::atomic<bool> taken[kMostRanks];
 
 int enter(const char* name) {
   const std::lock_guard lock(world);
@@ -215,8 +217,26 @@ void reduce(const Kernel& kernel) {
   }
 }
 
+// Room on a device for the kernel of one communicator.
+class Room {
+ public:
+  explicit Room(const Comm& comm) : taken_(narrow ? &taken[comm.shared->device[comm.rank]] : nullptr) {
+    while (taken_ != nullptr && taken_->exchange(true)) {
+      if (comm.aborted) taken_ = nullptr;
+      nap();
+    }
+  }
+  ~Room() {
+    if (taken_ != nullptr) *taken_ = false;
+  }
+
+ private:
+  std::atomic<bool>* taken_;
+};
+
 void run(void* argument) {
   const std::unique_ptr<Kernel> kernel(static_cast<Kernel*>(argument));
+  const Room room(*kernel->comm);
   if (!kernel->comm->aborted) reduce(*kernel);
   --kernel->comm->under_way;
 }
@@ -230,7 +250,12 @@ EXPORT void fake_nccl_reset() {
   failing = "";
   broken_rank = -1;
   calls.clear();
+  narrow = false;
   ++epoch;
+}
+// From now on devices have room for one kernel at a time, as NCCL's documentation warns of.
+EXPORT void fake_nccl_narrow() {
+  narrow = true;
 }
 // The call number `after`, from 0, of a function fails.
 EXPORT void fake_nccl_fail(const char* name, int after) {

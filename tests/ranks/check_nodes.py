@@ -13,7 +13,10 @@ from keras_cases import Parts, assert_identical, assert_like_one_rank, data, den
 from mpi4py import MPI
 
 import keras_hpc
+from keras_hpc import _native
+from keras_hpc.job import launch
 from keras_hpc.keras_hooks.checkpoint import storage
+from keras_hpc.spatial import geometry
 
 __all__ = ["folder"]
 RANKS = {"torch": (3,)}
@@ -43,6 +46,27 @@ def test_allreduce_equals_mpi(count):
     got = keras_hpc.allreduce(x, op="sum")
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     assert MPI.COMM_WORLD.allgather(got.tobytes()) == [got.tobytes()] * keras_hpc.size()
+
+
+def test_messages_longer_than_mpi_takes_go_in_parts():
+    extent, inner = 6, 30_000
+    leaders = MPI.COMM_WORLD.allgather(MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).bcast(keras_hpc.rank()))
+    nodes = [sorted(set(leaders)).index(leader) for leader in leaders]
+    transport = launch._native_mpi(MPI.COMM_WORLD).transport(nodes, largest_message=70_000)
+    team = _native.Team(transport, 9, 0, 20.0, 20.0)
+    move = geometry.move(extent, team.size, [(0, extent)] * team.size, team.rank)
+    sends = [(other, *rows) for other, rows in move.sends]
+    args = (move.extent, move.own, move.pads, 0.0, sends, list(move.receives), move.lower, 1, (0, 0))
+    rows = _native.make_exchange(team, "rows", "", *args)
+    whole = np.arange(extent * inner, dtype=np.float32).reshape(extent, inner)
+    begin, end = geometry.bounds(extent, team.size)[team.rank]
+    found = np.empty_like(whole)
+    rows.run(whole[begin:end].reshape(-1).view(np.uint8), found.reshape(-1).view(np.uint8), 1, inner, "float32", False)
+    np.testing.assert_array_equal(found, whole)
+    x = np.ones(100_003, np.float32)
+    team.allreduce(x.view(np.uint8), "float32", "sum")
+    assert np.all(x == team.size)
+    team.close()
 
 
 def test_training_equals_one_rank():

@@ -10,6 +10,7 @@ import numpy as np
 
 from keras_hpc import _native
 from keras_hpc.job import launch
+from keras_hpc.spatial import geometry
 
 how = sys.argv[1]
 world = launch.connect(None)  # before MPI is imported: in containers it starts in another way
@@ -61,25 +62,35 @@ def late_message(delay):
     say("lives on")
 
 
-def killed(what, threads):
-    """The last rank dies in the middle of a step."""
+def killed(what, threads, victim=size - 1):
+    """A rank dies in the middle of a step."""
     team = team_with(40.0, threads)
     plan = team.plan("p", [("a", "float32", 500_000)], "sum", False)
+    move = geometry.move(4 * size, size, [(0, 4 * size)] * size, rank)
+    sends = [(other, *rows) for other, rows in move.sends]
+    args = (move.extent, move.own, move.pads, 0.0, sends, list(move.receives), move.lower, 1, (0, 0))
+    rows = _native.make_exchange(team, "rows", "", *args)
     x = np.ones(500_000, np.float32).view(np.uint8)
     plan.start(0, x)
     plan.wait(0)
     comm.Barrier()
-    if rank == size - 1:
+    if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     try:
         if what == "plan":
             plan.start(0, x)
             plan.wait(0)
+        elif what == "exchange":
+            rows.run(x[:16], np.empty(16 * size, np.uint8), 1, 1, "float32", False)
+        elif what == "idle":
+            time.sleep(5)
+            begin = time.monotonic()
+            team.barrier()
         elif what == "call":
             team.allreduce(x, "float32", "sum")
         else:
-            team.broadcast(x, size - 1)
+            team.broadcast(x, victim)
         say("got a result of a rank that is dead")
     except _native.Error as error:
         say(f"after {time.monotonic() - begin:.1f} s: {error}")
@@ -124,7 +135,7 @@ def apart():
 if how == "late-message":
     late_message(float(sys.argv[2]))
 elif how == "killed":
-    killed(sys.argv[2], int(sys.argv[3]))
+    killed(sys.argv[2], *map(int, sys.argv[3:]))
 elif how == "forked":
     forked()
     sys.exit(0)
