@@ -24,6 +24,7 @@ class ModelState:
         added_sums: which of the losses that its layers add are sums over samples, by their number in a step.
         takes_any_batch: whether it takes other batch sizes than its inputs say, by that size and its number of layers.
         step_was_tried: whether it is known that its own `train_step` gives gradients that ranks may average.
+        mixing_was_tried: whether it was asked if what it gives for a sample depends on other samples.
         early_start: its hooks that start reductions in backward (PyTorch).
         runner: computes it in parts (`spatial.run.Runner`); None: it does not, or nobody has asked yet.
         is_planned: whether it is known how it is computed.
@@ -40,6 +41,7 @@ class ModelState:
     added_sums: set[int] = dataclasses.field(default_factory=set)
     takes_any_batch: dict[tuple[int, int], bool] = dataclasses.field(default_factory=dict)
     step_was_tried: bool = False
+    mixing_was_tried: bool = False
     early_start: Any = None
     runner: Any = None
     is_planned: bool = False

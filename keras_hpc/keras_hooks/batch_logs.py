@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs after a batch that a callback of the user's own looks at are those of all ranks, as at the end of an epoch.
 
-So are those of which a `ModelCheckpoint` keeps the best. Each rank has its own, from its samples. What a callback
-makes of them, as a learning rate, would be something else on each rank, whose weights would then go apart. Where nobody
-looks at them, nothing is exchanged; else it is also in local steps, which send nothing themselves. Of virtual ranks a
-rank has those of its last part: there what ends training at a NaN looks at them, too, to see it in any part.
+So are those of which a `ModelCheckpoint` keeps the best, or by which it names files. Each rank has its own, from its
+samples. What a callback makes of them, as a learning rate, would be something else on each rank, whose weights would
+then go apart. Where nobody looks at them, nothing is exchanged; else it is also in local steps, which send nothing
+themselves. Of virtual ranks a rank has those of its last part: there what ends training at a NaN looks at them, too, to
+see it in any part.
 """
 
 from __future__ import annotations
 
 import dis
 import inspect
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +34,9 @@ def _looks(callback: Any) -> bool:
     if isinstance(callback, keras.callbacks.TerminateOnNaN) and current.job().virtual is not None:
         return True
     if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
-        return bool(callback.save_best_only)  # by them it decides what to keep
+        # By them it decides what to keep, and what the files are called: `{loss:.2f}.keras`.
+        fields = {field for _, field, _, _ in string.Formatter().parse(callback.filepath)}
+        return bool(callback.save_best_only or fields - {None, "epoch", "batch"})
     ours = type(callback).__module__.startswith(("keras.", "keras_hpc."))
     if isinstance(callback, RootOnly) or (ours and not isinstance(callback, keras.callbacks.LambdaCallback)):
         return False

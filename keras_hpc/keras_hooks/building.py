@@ -6,6 +6,7 @@ And tells what a model that is built can be given.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -32,7 +33,9 @@ def install(job: Any, patcher: Any) -> None:
                     batch = batches[0] if isinstance(batches, (list, tuple)) else next(batches)
                     yield *steps, [_with_a_sample(parts.as_whole(self, batch))]
 
-            return original(self, iterator=looked_at())
+            looking = getattr(iterator.data_adapter, "looked_at", contextlib.nullcontext)
+            with looking():
+                return original(self, iterator=looked_at())
 
         return _symbolic_build
 

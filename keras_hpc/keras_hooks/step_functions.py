@@ -12,7 +12,7 @@ import keras
 
 from keras_hpc import backends
 from keras_hpc.job import current, meter, trace
-from keras_hpc.keras_hooks import building, early_start, losses, own_steps, replicas, running, step
+from keras_hpc.keras_hooks import building, early_start, losses, mixed_samples, own_steps, replicas, running, step
 from keras_hpc.keras_hooks.virtual import steps
 
 Method = Callable[..., Any]
@@ -124,3 +124,4 @@ def synchronize(model: Any) -> None:
     call = running.call()
     if call is not None and call.kind == "fit" and current.job().batch == "global" and current.replicas() > 1:
         losses.find_sums(model, call.adapter)
+        mixed_samples.check(model, call.adapter)

@@ -3,6 +3,7 @@
 """Each kind of data reaches the ranks whole: every sample once an epoch, in the order of one rank, in as many steps."""
 
 import itertools
+import time
 
 import keras
 import numpy as np
@@ -141,6 +142,24 @@ def test_tf_dataset(rows, known, mode):
 def test_tf_dataset_without_end(mode):
     rows = rows_of_all(opened(dataset(37).repeat(), steps_per_epoch=4), limit=4)
     assert len(rows) == 4 * SAMPLES * (job().size if mode == "local" else 1)
+
+
+def test_looking_at_a_first_batch_reads_no_other_ones(mode):
+    """Keras does so to build a model. Of what fills a `cache()`, or draws from NumPy, ranks must read the same."""
+    tf = pytest.importorskip("tensorflow")
+    read = []
+
+    def stream():
+        for row in X:
+            read.append(row)
+            yield row
+
+    data = tf.data.Dataset.from_generator(stream, output_signature=tf.TensorSpec((3,))).batch(1)
+    adapter = opened(data.prefetch(2))
+    with adapter.looked_at():
+        batches(adapter, limit=1)
+        time.sleep(0.2)  # for whoever reads ahead
+    assert len(read) == (job().rank + 1 if mode == "local" else 1)
 
 
 def test_tf_dataset_of_ragged_and_sparse_tensors_and_dicts(mode):

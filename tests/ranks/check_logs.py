@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs of steps whose samples the ranks cannot share out evenly are those of one rank."""
 
+from pathlib import Path
+
 import keras
 import pytest
 from keras import ops
@@ -122,6 +124,23 @@ def test_what_is_best_amid_an_epoch_is_so_by_the_logs_of_all_ranks_and_all_know_
         return saver.best
 
     assert found() == pytest.approx(on_one_rank(found), rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "looks"), [("{epoch:02d}-{batch}", False), ("{epoch:02d}-{loss:.4f}", True)])
+@enough_on("torch")
+def test_files_that_are_named_by_logs_amid_an_epoch_have_the_names_of_one_rank(name, looks, tmp_path):
+    def names(path):
+        keras.utils.set_random_seed(5)
+        model = dense()
+        model.compile("sgd", "mse")
+        saver = keras.callbacks.ModelCheckpoint(path / f"{name}.keras", save_freq=3)
+        model.fit(X, Y, 16, epochs=2, shuffle=False, verbose=0, callbacks=[saver])
+        assert batch_logs.anyone_looks([saver]) == looks
+        return sorted(file.name for file in path.glob("[0-9]*.keras"))
+
+    folders = [tmp_path / "alone", Path(keras_hpc.broadcast_object(str(tmp_path / "all")))]
+    alone, together = on_one_rank(lambda: names(folders[0])), names(folders[1])
+    assert together == alone
 
 
 @pytest.mark.parametrize(

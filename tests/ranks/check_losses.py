@@ -218,3 +218,33 @@ def test_a_product_of_means_that_a_layer_adds_is_refused():
         else nullcontext()
     ):
         model.fit(X, Y, batch_size=BATCH, verbose=0)
+
+
+class Less(keras.layers.Layer):
+    """Takes something off: what its function makes of a batch."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return x - self.function(x)
+
+
+def mean_of_samples(x):
+    return ops.mean(x, axis=0, keepdims=True)
+
+
+@pytest.mark.parametrize("kind", ["of the batch", "of the sample", *enough(["of all ranks"], "torch")])
+def test_a_layer_that_mixes_the_samples_of_a_batch_is_named(kind, caplog):
+    function = {
+        "of the batch": mean_of_samples,
+        "of the sample": lambda x: ops.mean(x, axis=1, keepdims=True),
+        "of all ranks": lambda x: keras_hpc.allreduce(mean_of_samples(x)),
+    }[kind]
+    model = dense(Less(function))
+    model.compile("sgd", "mse")
+    with caplog.at_level("WARNING", "keras_hpc"):
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+    named = kind == "of the batch" and job().rank == 0 and job().size > 1
+    assert ("depends on the other samples" in caplog.text) == named

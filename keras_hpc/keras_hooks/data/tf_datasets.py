@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc, valid-type]
             raise ValueError(f"Cannot share out an empty data set. Received: {dataset}.")
         _check_batched(spec)
         super().__init__(part_of(dataset, shard), class_weight=class_weight)
+        self._given = dataset, class_weight
         self.shard = shard
         self.step_size = shard.steps_apart
         self.turns = shard.turns
@@ -39,6 +42,23 @@ class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc, valid-type]
         self._batches = {-1: "endless", -2: "unknown number of"}.get(cardinality, str(cardinality))
         self.unseeded = shuffles_without_seed(dataset)
         self._content = digest([np.zeros(0), *_constants(dataset)])
+
+    @contextlib.contextmanager
+    def looked_at(self) -> Iterator[None]:
+        """Inside, who takes a first batch reads no other ones, as Keras does to build a model.
+
+        A pipeline that reads ahead would fill the user's `cache()`, or draw from NumPy, on some ranks and not on
+        others.
+        """
+        dataset, class_weight = self._given
+        part = _without_prefetch(part_of(_without_prefetch(dataset), self.shard))
+        weighted = TFDatasetAdapter(part, class_weight=class_weight)._dataset
+        usual: Any = self._dataset
+        self._dataset: Any = _without_reading_ahead(weighted)
+        try:
+            yield
+        finally:
+            self._dataset = usual
 
     @property
     def summary(self) -> str:
@@ -66,9 +86,8 @@ def part_of(dataset: Any, shard: Shard) -> Any:
         return _in_turns(dataset, shard)
     if shard.batch == "global":
         structured = isinstance(dataset.element_spec, tuple)
-        return dataset.map(
-            lambda *element: _part(element if structured else element[0], shard), num_parallel_calls=tf.data.AUTOTUNE
-        ).prefetch(tf.data.AUTOTUNE)
+        parts = dataset.map(lambda *element: _part(element if structured else element[0], shard))
+        return parts.prefetch(tf.data.AUTOTUNE)
     # See `partition.deal`: `rank` empty batches behind the others give each rank its full number of steps and never one
     # more, so nobody has to know how many batches there are.
     if shard.rank and not (dataset.cardinality() >= 0 and dataset.cardinality() % shard.size == 0):
@@ -103,6 +122,23 @@ def _in_turns(dataset: Any, shard: Shard) -> Any:
     first, end = shard.rank, shard.rank + shard.turns
     numbered = dataset.enumerate().filter(lambda i, _: (i % shard.size >= first) & (i % shard.size < end))
     return numbered.map(lambda _, element: element)
+
+
+def _without_prefetch(dataset: Any) -> Any:
+    """Return what a pipeline prefetches at its end."""
+    while "Prefetch" in type(dataset).__name__:
+        (dataset,) = dataset._inputs()
+    return dataset
+
+
+def _without_reading_ahead(dataset: Any) -> Any:
+    """Return a pipeline that ends without a prefetch, also without those that TensorFlow adds."""
+    import tensorflow as tf
+
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    options.experimental_optimization.map_parallelization = False
+    return _without_prefetch(dataset).with_options(options)
 
 
 def shuffles_without_seed(dataset: Any) -> bool:
