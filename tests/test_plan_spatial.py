@@ -25,6 +25,9 @@ def in_a_job():  # only there PyTorch and JAX have it
 def too_large():
     raise MemoryError("no memory for this")
 
+def unbuilt():
+    return keras.Sequential([keras.layers.Conv2D(3, 3)])
+
 def few_rows():
     inputs = keras.Input((6, 12, 3))
     return keras.Model(inputs, keras.layers.Conv2D(2, 3, padding="same")(inputs))
@@ -174,13 +177,15 @@ def test_more_nodes_than_there_are(folder):
     assert [line[:5] for line in done.stdout.splitlines()[1:]] == ["2 x 1", "best:"], done.stdout
 
 
-def test_what_cannot_be_rehearsed_is_said(folder):
+@pytest.mark.parametrize(
+    ("model", "words"), [("too_large", "no memory for this"), ("unbuilt", "begins with keras.Input")]
+)
+def test_what_cannot_be_rehearsed_is_said(model, words, folder):
     """An arrangement whose ranks fail has its last words in its line; none left is an error."""
-    words = ("-m", "keras_hpc", "plan", "--ranks", "1", "--spatial", "network.py:too_large")
-    done = run(folder, *words)
+    done = run(folder, "-m", "keras_hpc", "plan", "--ranks", "1", "--spatial", f"network.py:{model}")
     assert done.returncode == 1
     assert "1 x 1" in done.stdout
-    assert "no memory for this" in done.stdout
+    assert words in done.stdout
     assert "No arrangement could be rehearsed." in done.stderr
 
 

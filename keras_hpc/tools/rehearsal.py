@@ -111,6 +111,13 @@ def model_of(text: str) -> Any:
     if not callable(function):
         sys.exit(f"There is no function `{name}` in {path}. Expected FILE.py:FUNCTION. Received: {text!r}")
     model: Any = function()
+    from keras_hpc.spatial.plan import functional_of
+
+    if not hasattr(functional_of(model), "_nodes_by_depth"):
+        sys.exit(
+            f"--spatial rehearses what {name}() in {path} returns. Expected a functional model, or a sequential one "
+            f"that begins with keras.Input. Received: {getattr(model, 'name', model)} ({type(model).__name__})"
+        )
     return model
 
 
