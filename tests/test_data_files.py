@@ -21,6 +21,8 @@ with pytest.MonkeyPatch.context() as meanwhile:
     for name in ("sklearn", "matplotlib", "torch", "tensorflow"):
         if name not in sys.modules:
             meanwhile.setitem(sys.modules, name, None)
+    from keras.src.trainers.epoch_iterator import EpochIterator
+
     from keras_hpc.data import Dataset, files, open_file
     from keras_hpc.data.cache import Cache
     from keras_hpc.data.order import Order
@@ -37,7 +39,8 @@ def write_hdf5(folder):
         with h5py.File(folder / f"{name}.h5", "w") as file:
             file.create_dataset("group/x", data=X[rows], chunks=(7, 3, 2), compression="gzip")
             file["y"] = Y[rows]
-    return str(folder / "*.h5"), ("group/x", "y")
+            file["link"] = h5py.SoftLink("/y")
+    return str(folder / "*.h5"), ("group/x", "link")
 
 
 def write_npz(folder):
@@ -52,9 +55,9 @@ def write_compressed_npz(folder):
 
 def write_zarr(folder):
     group = zarr.open_group(folder / "data.zarr", mode="w")
-    group.create_array("x", data=X, chunks=(5, 3, 2))
+    group.create_group("inner").create_array("x", data=X, chunks=(5, 3, 2))
     group.create_array("y", data=Y, chunks=(5,))
-    return folder / "data.zarr", ("x", "y")
+    return folder / "data.zarr", ("inner/x", "y")
 
 
 def add(archive, name, content):
@@ -135,6 +138,17 @@ def test_each_sample_comes_once_an_epoch(write, shuffle, cached, tmp_path, tmp_p
             cache.close()
 
 
+def test_a_pass_that_keras_reads_in_several_epochs_keeps_its_order(tmp_path):
+    """Without a job: Keras says at the end of each of its epochs that one has ended."""
+    np.save(tmp_path / "y.npy", Y)
+    data = Dataset(tmp_path / "y.npy", 9, block=4)  # 6 batches
+    steps = EpochIterator(data, steps_per_epoch=3)
+    seen = np.concatenate([y for _ in range(4) for _, _, batches in steps for (y,) in batches])
+    np.testing.assert_array_equal(np.sort(seen[:ROWS]), Y)
+    np.testing.assert_array_equal(np.sort(seen[ROWS:]), Y)
+    assert list(seen[:ROWS]) != list(seen[ROWS:])
+
+
 def test_a_npy_file_is_read_by_rows(tmp_path):
     np.save(tmp_path / "x.npy", X)
     data = Dataset(tmp_path / "x.npy", 10, shuffle=False, samples=(3, 40))
@@ -149,6 +163,12 @@ def test_places_of_an_order_are_those_of_the_whole(samples, block, mixed, epoch,
     whole = order.at(0, samples)
     assert sorted(whole) == list(range(samples))
     np.testing.assert_array_equal(order.at(start, start + length), whole[start : start + length])
+
+
+def test_texts_of_any_length(tmp_path):
+    texts = zarr.open_group(tmp_path / "x.zarr", mode="w").create_array("x", shape=(3,), dtype=str, chunks=(2,))
+    texts[:] = np.array(["a", "bb", "ccc"])
+    assert list(Dataset(tmp_path / "x.zarr", 5, shuffle=False)[0]) == ["a", "bb", "ccc"]
 
 
 def test_shuffled_blocks_stay_near_each_other():
@@ -259,7 +279,13 @@ data[90]
         (lambda folder: Dataset(folder / "none-*.h5", 3), r"No such file"),
         (lambda folder: Dataset(folder / "x.txt", 3), r"Expected one that ends in"),
         (lambda folder: Dataset(folder / "x.npy", 0), r"batch_size.*Received: batch_size=0"),
+        (lambda folder: Dataset(folder / "x.npy", 3, ahead=0), r"ahead.*Received: ahead=0"),
         (lambda folder: Dataset(folder / "x.npy", 3, shuffle=True), r"shuffle=True"),
+        (lambda folder: Dataset(folder / "empty.npy", 3), r"no samples to read.*Received: 0 in .*empty\.npy"),
+        (lambda folder: Dataset(folder / "x.npz", 3, fields="label"), r"`fields` are names"),
+        (lambda folder: Dataset(folder / "x.npz", 3, fields=("z",)), r"Expected fields among \['x', 'y'\]"),
+        (lambda folder: Dataset(folder / "flipped.npz", 3), r"x in .*flipped\.npz cannot be read.*Bad CRC-32"),
+        (lambda folder: Dataset(folder / "cut.tar", 3), r"cut\.tar is cut off"),
         (lambda folder: Dataset(folder / "x.npy", 3, samples=(0, 60)), r"start < stop <= 53"),
         (lambda folder: Dataset(folder / "x.npz", 3, fields=("x", "z")), r"has no \['z'\]"),
         (lambda folder: Dataset(folder / "x.npz", 3), r"equally many rows"),
@@ -278,9 +304,15 @@ def test_bad_input_is_named(make, message, tmp_path):
     np.save(tmp_path / "flat.npy", Y)
     np.save(tmp_path / "fortran.npy", np.asfortranarray(X))
     np.savez(tmp_path / "x.npz", x=X, y=Y[:3])
+    np.save(tmp_path / "empty.npy", X[:0])
+    np.savez_compressed(tmp_path / "flipped.npz", x=X)
+    content = bytearray((tmp_path / "flipped.npz").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "flipped.npz").write_bytes(content)
     (tmp_path / "x.txt").write_text("")
     (tmp_path / "short.npy").write_bytes((tmp_path / "x.npy").read_bytes()[:-1])
     write_tar(tmp_path)
+    (tmp_path / "cut.tar").write_bytes((tmp_path / "0.tar").read_bytes()[: 20 * 2 * 1024])  # all members, but no end
     for ending in ("h5", "npz", "tar", "tfrecord"):
         (tmp_path / f"bad.{ending}").write_bytes(b"nonsense" * 100)
     with pytest.raises((ValueError, FileNotFoundError), match=message):

@@ -25,6 +25,9 @@ def in_a_job():  # only there PyTorch and JAX have it
 def too_large():
     raise MemoryError("no memory for this")
 
+def unbuilt():
+    return keras.Sequential([keras.layers.Conv2D(3, 3)])
+
 def few_rows():
     inputs = keras.Input((6, 12, 3))
     return keras.Model(inputs, keras.layers.Conv2D(2, 3, padding="same")(inputs))
@@ -59,12 +62,45 @@ with standing_in(Grid((2,)), 1):
 assert shapes == [(3, 16, 12, 3), (3, 8, 6, 2)], shapes
 assert len(made) == 3, made  # of two convolutions and the sums of BatchNormalization
 """
+LOSSES = """
+import keras
+import keras_hpc
+from keras_hpc.job import current
+from keras_hpc.spatial.geometry import Grid
+from keras_hpc.tools import rehearsal
+from keras_hpc.tools.alone import standing_in
+
+def of_classes(y_true, y_pred):
+    return keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
+
+def targets(loss, names=False):
+    inputs = keras.Input((32, 12, 3))
+    x = keras.layers.Conv2D(4, 3, padding="same")(inputs)
+    outputs = [keras.layers.Conv2D(classes, 1, name=f"of_{classes}")(x) for classes in (2, 3)]
+    model = keras.Model(inputs, dict(zip("ab", outputs)) if names else outputs)
+    model.compile("sgd", loss)
+    train, shapes = model.train_on_batch, []
+    model.train_on_batch = lambda x, y: shapes.extend(a.shape for a in keras.tree.flatten(y)) or train(x, y)
+    assert rehearsal.step_of(model, 3)() > 0
+    return shapes
+
+keras_hpc.init()
+floats, classes = [(3, 16, 12, 2), (3, 16, 12, 3)], [(3, 16, 12)] * 2
+sparse = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+with standing_in(Grid((2,)), 1):
+    assert targets("mse") == floats
+    assert targets(sparse) == targets(of_classes) == classes
+    assert targets(["mse", sparse]) == [floats[0], classes[1]]
+    assert targets({"a": "mse", "b": of_classes}, names=True) == [floats[0], classes[1]]
+    assert targets({"of_2": sparse, "of_3": "mse"}) == [classes[0], floats[1]]
+"""
 
 
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "network.py").write_text(MODEL)
     (tmp_path / "by_hand.py").write_text(BY_HAND)
+    (tmp_path / "losses.py").write_text(LOSSES)
     return tmp_path
 
 
@@ -76,6 +112,11 @@ def run(folder, *words, backend="torch"):
 
 def test_messages_by_hand_and_a_part_alone(folder):
     done = run(folder, "by_hand.py")
+    assert done.returncode == 0, done.stderr
+
+
+def test_targets_are_what_losses_take(folder):
+    done = run(folder, "losses.py")
     assert done.returncode == 0, done.stderr
 
 
@@ -136,13 +177,15 @@ def test_more_nodes_than_there_are(folder):
     assert [line[:5] for line in done.stdout.splitlines()[1:]] == ["2 x 1", "best:"], done.stdout
 
 
-def test_what_cannot_be_rehearsed_is_said(folder):
+@pytest.mark.parametrize(
+    ("model", "words"), [("too_large", "no memory for this"), ("unbuilt", "begins with keras.Input")]
+)
+def test_what_cannot_be_rehearsed_is_said(model, words, folder):
     """An arrangement whose ranks fail has its last words in its line; none left is an error."""
-    words = ("-m", "keras_hpc", "plan", "--ranks", "1", "--spatial", "network.py:too_large")
-    done = run(folder, *words)
+    done = run(folder, "-m", "keras_hpc", "plan", "--ranks", "1", "--spatial", f"network.py:{model}")
     assert done.returncode == 1
     assert "1 x 1" in done.stdout
-    assert "no memory for this" in done.stdout
+    assert words in done.stdout
     assert "No arrangement could be rehearsed." in done.stderr
 
 

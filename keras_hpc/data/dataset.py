@@ -64,8 +64,10 @@ class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
         readers: int = 2,
         ahead: int = 4,
     ) -> None:
-        for name, value, least in (("batch_size", batch_size, 1), ("mixed", mixed, 1), ("readers", readers, 2)):
-            if not isinstance(value, int) or value < least:
+        numbers = {"batch_size": (batch_size, 1), "mixed": (mixed, 1), "readers": (readers, 2), "ahead": (ahead, 1)}
+        numbers |= {"seed": (seed, 0), "block": (1 if block is None else block, 1)}
+        for name, (value, least) in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
                 raise ValueError(f"`{name}` is a number. Expected an integer >= {least}. Received: {name}={value!r}")
         if shuffle is not False and shuffle not in ("blocks", "all"):
             raise ValueError(f"Expected shuffle to be 'blocks', 'all' or False. Received: shuffle={shuffle!r}")
@@ -73,6 +75,8 @@ class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
         super().__init__(workers=1, use_multiprocessing=False)
         self.readers, self.ahead = readers, ahead
         self.store = source if isinstance(source, Store) else open_store(source, fields)
+        if not len(self.store):
+            raise ValueError(f"There are no samples to read. Expected at least one. Received: 0 in {self.store.path}")
         self.first, stop = samples or (0, len(self.store))
         if not 0 <= self.first < stop <= len(self.store):
             raise ValueError(
@@ -86,6 +90,7 @@ class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
             )
         self.batch_size, self.decode = batch_size, decode
         self._order = Order(stop - self.first, shuffle, block or self.store.block, mixed, seed, epoch=0)
+        self._has_ended = False
         self._names = list(self.store.spec)
 
     def __len__(self) -> int:
@@ -96,6 +101,8 @@ class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
         """Return a batch of the epoch."""
         if not 0 <= number < len(self):
             raise IndexError(f"Expected a batch from 0 to {len(self) - 1}. Received: {number}")
+        if number == 0:
+            self.begin_pass()
         return self.rows(number, 0, self.count(number))
 
     def count(self, number: int) -> int:
@@ -115,11 +122,17 @@ class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
 
     def set_epoch(self, epoch: int) -> None:
         """Take the order of an epoch."""
+        self._has_ended = False
         self._order = dataclasses.replace(self._order, epoch=epoch)
 
     def on_epoch_end(self) -> None:
-        """Take the order of the next epoch. Keras calls it; what keras_hpc reads a pass from keeps its own."""
-        self.set_epoch(self._order.epoch + 1)
+        """Let the next pass have the order of the next epoch. Keras calls it, with `steps_per_epoch` amid a pass."""
+        self._has_ended = True
+
+    def begin_pass(self) -> None:
+        """Take the order of the next epoch, if one has ended. Whoever reads the first batch of a pass does it."""
+        if self._has_ended:
+            self.set_epoch(self._order.epoch + 1)
 
     def _decoded(self, samples: np.ndarray) -> Any:
         found = self._read(samples)

@@ -319,8 +319,8 @@ def _divisor(dtype: Any, sample_weight: Any, mask: Any, reduction: Any) -> Any:
     if reduction == "sum":
         return 1.0
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
-        if sample_weight is not None:
-            sample_weight = keras.ops.convert_to_tensor(sample_weight, dtype=dtype)
+        if sample_weight is not None:  # a copy: on PyTorch Keras multiplies it by the mask in place
+            sample_weight = keras.ops.copy(keras.ops.convert_to_tensor(sample_weight, dtype=dtype))
         if mask is not None:
             mask = keras.ops.convert_to_tensor(mask, dtype=dtype)
         apply_mask = keras_private.get(keras_private.APPLY_MASK)

@@ -37,29 +37,28 @@ class _Part:
     Attributes:
         share: this rank's positions, divided by what the group's ranks have on average.
         copies: how many ranks of the group have the same part.
-        extents: rows of each spatial axis that this rank has.
-        split: the axes along which outputs are split, 1 for the first spatial one.
+        rows: that this rank has of each axis along which outputs are split, 1 for the first spatial one.
         repeats: of each array of sample weights, how many parts have the same, as they are not cut.
     """
 
     share: float
     copies: int
-    extents: tuple[int, ...]
-    split: frozenset[int]
+    rows: dict[int, int]
     repeats: frozenset[int] = frozenset()
 
     def ask(self, what: str, function: Callable[..., Any], dtype: str, y_true: Any, y_pred: Any) -> None:
         """Raise if what a function gives for a position depends on other positions, which may be another rank's."""
+        extents = keras.tree.flatten(y_pred)[0].shape[1:-1]
 
         def small(leaf: Any) -> Any:
             shape = list(leaf.shape)
-            for axis, rows in enumerate(self.extents, 1):
+            for axis, rows in [*enumerate(extents, 1), *self.rows.items()]:
                 if axis < len(shape) and shape[axis] == rows:
                     shape[axis] = min(rows, _ASKED_ROWS)
             return keras.KerasTensor(shape, keras.backend.standardize_dtype(leaf.dtype))
 
         given = keras.tree.map_structure(small, (y_true, y_pred))
-        for axis in sorted(self.split):
+        for axis in sorted(self.rows):
             if pair_losses.depends_on_others(function, dtype, given[0], given[1], axis):
                 raise ValueError(
                     f"{what} of outputs in parts mixes positions, and ranks see a part of them only. Expected a value "
@@ -68,19 +67,21 @@ class _Part:
                 )
 
     def check(self, values: Any, what: str) -> None:
-        """Raise unless there is a value for each position: what mixes positions cannot be added up from parts."""
-        found = tuple(values.shape[1 : 1 + len(self.extents)])
-        if found != self.extents:
+        """Raise unless there is a value for each row that is split: what mixes them cannot be added up from parts."""
+        found = tuple(values.shape)
+        if any(found[axis : axis + 1] != (rows,) for axis, rows in self.rows.items()):
+            rows = [str(self.rows.get(axis, "any")) for axis in range(1, max(self.rows) + 1)]
             raise ValueError(
                 f"{what} of outputs in parts has a value for each position, because ranks see a part of them only. "
-                f"Expected the shape (batch, {', '.join(map(str, self.extents))}, ...); or leave the model whole: "
-                f"keras_hpc.partition(model, parts=1). Received: {tuple(values.shape)}"
+                f"Expected the shape (batch, {', '.join(rows)}, ...); or leave the model whole: "
+                f"keras_hpc.partition(model, parts=1). Received: {found}"
             )
 
 
 class _Of(threading.local):
     loss: _Part | None = None
     metric: _Part | None = None
+    name: str = ""  # of the loss
 
 
 _of = _Of()
@@ -145,9 +146,8 @@ def _part_of(model: Any, y_pred: Any) -> _Part | None:
     runner = parts.runner_of(model)
     if runner is None or running.step() is None or not parts.communicates():
         return None
-    output, split = parts.outputs_of(runner.plan)[0]
-    extents = tuple(int(rows) for rows in leaves[0].shape[1 : max(len(output.shape) - 1, 2)])
-    return _Part(runner.share(0), runner.copies(0), extents, split)
+    split = runner.plan.outputs[0]  # all are split alike, and have as many rows there
+    return _Part(runner.share(0), runner.copies(0), {axis: int(leaves[0].shape[axis]) for axis in split})
 
 
 def _cut(runner: Any, what: str, leaf: Any) -> Any:
@@ -205,9 +205,11 @@ def share_of_loss(values: Any, reduction: Any) -> float | None:
     part = _of.loss
     if part is None:
         return None
-    part.check(values, "A loss")
+    part.check(values, f"The loss `{_of.name}`")
     if reduction in (None, "none"):
-        raise ValueError(f"A loss of outputs in parts is reduced. Expected a mean or a sum. Received: {reduction!r}")
+        raise ValueError(
+            f"The loss `{_of.name}` of outputs in parts is reduced. Expected a mean or a sum. Received: {reduction!r}"
+        )
     return part.share
 
 
@@ -217,7 +219,11 @@ def _asking_loss(original: Method) -> Method:
         if _of.loss is not None and self not in _asked:
             _of.loss.ask(f"The loss `{self.name}`", self.call, self.dtype, y_true, y_pred)
             _asked.add(self)
-        return original(self, y_true, y_pred, sample_weight=sample_weight)
+        before, _of.name = _of.name, self.name
+        try:
+            return original(self, y_true, y_pred, sample_weight=sample_weight)
+        finally:
+            _of.name = before
 
     return __call__
 

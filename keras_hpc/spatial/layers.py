@@ -221,6 +221,13 @@ def fault_of_format(layer: Any) -> str | None:
     )
 
 
+def fault_of_dtype(layer: Any, dtype: str) -> str | None:
+    """Return what is wrong with a layer of `WINDOWED` for tensors of a dtype; None: nothing."""
+    if getattr(layer, "interpolation", "nearest") == "nearest" or "int" not in dtype:
+        return None
+    return f"interpolates {dtype}, and a part rounds ties in another way; expected floats, as of a Rescaling before it"
+
+
 def _fault_of_activation(activation: Any, rank: int) -> str | None:
     known: Callable[..., Any] | None = getattr(keras.activations, getattr(activation, "__name__", ""), None)
     if activation is None or known is activation:

@@ -235,7 +235,7 @@ class Plan:
             raise self._refusal(layer, reason)
         if not before and not split:
             return Step("layer", (WHOLE,), (None,))
-        if reason := kinds.fault(layer, len(x.shape)):
+        if reason := kinds.fault(layer, len(x.shape)) or kinds.fault_of_dtype(layer, x.dtype):
             raise self._refusal(layer, reason)
         extents, outputs = x.shape[1:-1], output.shape[1:-1]
         if None in extents or None in outputs:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_hpc import backends
 from keras_hpc.spatial import geometry, statistics, windows
-from keras_hpc.spatial.fetch import Fetch, fetch
+from keras_hpc.spatial.fetch import Fetch, Fill, fetch
 from keras_hpc.spatial.group import Group
 from keras_hpc.spatial.masks import Masks
 from keras_hpc.spatial.plan import WHOLE, Plan, Split, Step
@@ -264,6 +265,7 @@ class Runner:
         if read is None:
             return x
         pads = {}
+        fill = _fill_of(read, x)
         done: set[int] = set()
         by_axis = {one.axis: one for one in read.axes}
         for one in read.axes:
@@ -271,21 +273,20 @@ class Runner:
                 continue
             move = one.move_at(self._group.place)
             if one.communicates:
-                fill = 0.0 if read.fill == "edge" else read.fill
                 plain = one.without_padding() if read.fill == "edge" else one
                 beside = by_axis.get(one.axis + 1)
                 if beside is None or read.fill == "edge" or not beside.only_pads:
                     beside = None
                 else:  # the copy that makes room for other ranks' rows pads them, too
                     done.add(beside.axis)
-                made = self._group.exchange(f"{name} axis {one.axis}", plain, fill, beside)
-                x = backends.current().exchange(made, x, one.axis, _layer.order)
+                made = self._group.exchange(f"{name} axis {one.axis}", plain, 0.0 if fill == "edge" else fill, beside)
+                x = _exchanged(made, x, one.axis)
             elif one.cuts:
                 x = _rows(x, one.axis, *move.own)
             if read.fill == "edge" or not one.communicates:
                 pads[one.axis] = move.pads
         # Also where this rank has none: all ranks' graphs are to have the same nodes.
-        return _padded(x, pads, read.fill) if any(by_axis[axis].pads for axis in pads) else x
+        return _padded(x, pads, fill) if any(by_axis[axis].pads for axis in pads) else x
 
 
 def _last_uses(plan: Plan) -> dict[int, list[int]]:
@@ -323,6 +324,20 @@ def _may_draw(layer: Any) -> bool:
 
 def _rows(x: Any, axis: int, begin: int, end: int) -> Any:
     return x[(slice(None),) * axis + (slice(begin, end),)]
+
+
+def _exchanged(made: Any, x: Any, axis: int) -> Any:
+    """Exchange rows. Integers of a kind that the engine does not know travel as those of 32 bits."""
+    dtype = keras.backend.standardize_dtype(x.dtype)
+    if "float" in dtype or dtype in ("int32", "int64"):
+        return backends.current().exchange(made, x, axis, _layer.order)
+    return ops.cast(backends.current().exchange(made, ops.cast(x, "int32"), axis, _layer.order), dtype)
+
+
+def _fill_of(read: Fetch, x: Any) -> Fill:
+    """Return what padding of a tensor is filled with: integers have no infinity."""
+    dtype = keras.backend.standardize_dtype(x.dtype)
+    return float(np.iinfo(dtype).min) if read.fill == -math.inf and "int" in dtype else read.fill
 
 
 def _padded(x: Any, pads: dict[int, tuple[int, int]], fill: Any) -> Any:

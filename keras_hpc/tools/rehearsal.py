@@ -111,14 +111,24 @@ def model_of(text: str) -> Any:
     if not callable(function):
         sys.exit(f"There is no function `{name}` in {path}. Expected FILE.py:FUNCTION. Received: {text!r}")
     model: Any = function()
+    from keras_hpc.spatial.plan import functional_of
+
+    if not hasattr(functional_of(model), "_nodes_by_depth"):
+        sys.exit(
+            f"--spatial rehearses what {name}() in {path} returns. Expected a functional model, or a sequential one "
+            f"that begins with keras.Input. Received: {getattr(model, 'name', model)} ({type(model).__name__})"
+        )
     return model
 
 
 def step_of(model: Any, batch_size: int) -> Callable[[], float]:
     """Return what trains a model once on made-up samples, of which this rank has its rows; it returns the loss.
 
-    A model that is not compiled gets stochastic gradient descent and the mean of squares.
+    A model that is not compiled gets stochastic gradient descent and the mean of squares. Of losses that take classes,
+    as sparse ones, targets are numbers of them.
     """
+    import keras
+
     from keras_hpc.keras_hooks import parts
     from keras_hpc.spatial.plan import WHOLE, functional_of
 
@@ -127,17 +137,15 @@ def step_of(model: Any, batch_size: int) -> Callable[[], float]:
     runner = parts.runner_of(model)
     function = functional_of(model)
 
-    def made(tensors: Sequence[Any], splits: Sequence[Any], structure: Any) -> Any:
-        import keras
-
-        arrays = [_array(x, batch_size, split) for x, split in zip(tensors, splits, strict=True)]
-        return keras.tree.pack_sequence_as(structure, arrays)
+    def made(tensors: Sequence[Any], splits: Sequence[Any]) -> list[Any]:
+        return [_array(x, batch_size, split) for x, split in zip(tensors, splits, strict=True)]
 
     of_inputs, of_outputs = [WHOLE] * len(function.inputs), [WHOLE] * len(function.outputs)
     if runner is not None:
         of_inputs, of_outputs = [runner.plan.splits[id(x)] for x in function.inputs], runner.plan.outputs
-    x = made(function.inputs, of_inputs, function._inputs_struct)
-    y = made(function.outputs, of_outputs, function._outputs_struct)
+    x = keras.tree.pack_sequence_as(function._inputs_struct, made(function.inputs, of_inputs))
+    outputs = zip(_losses_of(model, function), made(function.outputs, of_outputs), strict=True)
+    y = keras.tree.pack_sequence_as(function._outputs_struct, [_targets(loss, output) for loss, output in outputs])
 
     def step() -> float:
         loss = model.train_on_batch(x, y)
@@ -159,6 +167,40 @@ def _array(tensor: Any, batch_size: int, split: Any) -> Any:
         shape[axis] = end - begin
     values = np.random.default_rng(0).random(shape, "float32")
     return values if "float" in tensor.dtype else values.astype(tensor.dtype)
+
+
+def _losses_of(model: Any, function: Any) -> list[Any]:
+    """Return what a model was compiled with as the loss of each output."""
+    import keras
+
+    paths = [path for path, _ in keras.tree.flatten_with_path(function._outputs_struct)]
+    if isinstance(model.loss, dict):
+        names = zip(function.output_names, paths, strict=True)
+        return [model.loss.get(name, model.loss.get(path[-1] if path else None)) for name, path in names]
+    if isinstance(model.loss, (list, tuple)):
+        return list(model.loss)
+    return [model.loss] * len(paths)
+
+
+def _targets(loss: Any, output: Any) -> Any:
+    """Return targets for a loss: like the output, or classes where it takes these."""
+    import keras
+    import numpy as np
+
+    function = keras.losses.get(loss)
+    classes = np.random.default_rng(0).integers(0, output.shape[-1], output.shape[:-1], "int32")
+    takes_classes = (
+        keras.losses.sparse_categorical_crossentropy,
+        keras.losses.categorical_generalized_cross_entropy,
+    )
+    if getattr(function, "fn", function) in takes_classes:
+        return classes
+    for targets in (output, classes):  # a function may call one of these
+        with contextlib.suppress(Exception):
+            if function is not None:
+                function(*map(keras.ops.convert_to_tensor, (targets, output)))
+            return targets
+    return output  # which the step refuses again, and says why
 
 
 def part_of(rank: int, ranks: int, parts: int) -> int:

@@ -60,6 +60,18 @@ def test_each_sample_comes_once_in_a_new_order_each_epoch(mode, folder):
     np.testing.assert_array_equal(passes[2], np.concatenate([alone[number][1] for number in range(len(alone))]))
 
 
+def test_a_share_of_a_loop_of_ones_own_has_a_new_order_each_epoch(folder):
+    """Of a pass rank 0 alone reads the first batch."""
+    part = keras_hpc.shard(rows(folder, batch=1))
+    passes = []
+    for _ in range(2):
+        mine = [int(part[number][1][0]) for number in range(len(part))]
+        passes.append([row for rank in everyone(mine) for row in rank])
+        part.on_epoch_end()
+    assert [len(set(seen)) for seen in passes] == [len(part) * job().size] * 2
+    assert passes[0] != passes[1]
+
+
 def test_a_pass_goes_on_in_its_middle(mode, folder):
     adapter = opened(rows(folder, batch=4))
     whole = []

@@ -15,6 +15,7 @@ from spatial_cases import (
     direct,
     even,
     grid,
+    integers,
     masked,
     masked_average,
     norm,
@@ -217,7 +218,11 @@ def padded():
 
 @pytest.mark.parametrize(
     "network",
-    [ties, *enough([even], "torch", "jax"), *enough([masked, padded, masked_average, bordered, centred], "torch")],
+    [
+        ties,
+        *enough([even], "torch", "jax"),
+        *enough([masked, padded, masked_average, bordered, centred, integers], "torch"),
+    ],
 )
 def test_what_random_models_have_found(network, grid):
     def train():
@@ -237,6 +242,32 @@ def test_what_random_models_have_found(network, grid):
         y = random.normal(size=(6, *model.output_shape[1:])).astype("float32")
         history = model.fit(x, y, batch_size=4, sample_weight=weights, epochs=2, shuffle=False, verbose=0).history
         return {"history": history, "outputs": model.predict(x, verbose=0)}, model
+
+    assert_like_one_rank(train, of_weights=1e-5, of_results=1e-5)
+
+
+@enough_on("torch")
+def test_outputs_of_several_widths_and_weights_with_a_mask(grid):
+    """What is the same for all outputs are the rows that are split."""
+
+    def train():
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((13, 8, 2))
+        x = layers.Conv2D(4, 3, padding="same", activation="tanh")(inputs)
+        narrow = layers.Conv2D(2, 3, strides=(1, 1) if grid[-1] == 2 else (1, 2), padding="same")(x)
+        model = keras.Model(inputs, [layers.Conv2D(3, 1)(x), narrow])
+        of_classes = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, ignore_class=1, reduction="mean_with_sample_weight"
+        )
+        model.compile(keras.optimizers.SGD(0.1), [of_classes, keras.losses.CosineSimilarity(axis=-1)])
+        if keras_hpc.is_initialized() and keras_hpc.size() > 1:
+            keras_hpc.partition(model, min_rows=1)
+        random = np.random.default_rng(0)
+        x = random.normal(size=(6, 13, 8, 2)).astype("float32")
+        y = [random.integers(0, 3, (6, 13, 8)), random.normal(size=(6, *narrow.shape[1:])).astype("float32")]
+        weights = [random.random((6, *tensor.shape[1:3])).astype("float32") for tensor in model.outputs]
+        history = model.fit(x, y, sample_weight=weights, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+        return {"loss": history["loss"]}, model
 
     assert_like_one_rank(train, of_weights=1e-5, of_results=1e-5)
 

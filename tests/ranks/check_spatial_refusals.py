@@ -41,9 +41,9 @@ def test_losses_and_metrics_that_mix_positions_are_refused(grid):
     def mean_of_all(y_true, y_pred):
         return keras.ops.mean((y_true - y_pred) ** 2)
 
-    with pytest.raises(ValueError, match=r"A loss of outputs in parts has a value for each position"):
+    with pytest.raises(ValueError, match=r"The loss `dice` of outputs in parts has a value for each position"):
         compiled(pixels, keras.losses.Dice()).fit(x, x, verbose=0)
-    with pytest.raises(ValueError, match=r"A loss of outputs in parts has a value for each position"):
+    with pytest.raises(ValueError, match=r"The loss `mean_of_all` of outputs in parts has a value for each position"):
         compiled(pixels, mean_of_all).fit(x, x, verbose=0)
     with pytest.raises(ValueError, match=r"What the metric `mean_of_all` averages"):
         compiled(pixels, "mse", metrics=[mean_of_all]).fit(x, x, verbose=0)
@@ -75,6 +75,9 @@ def test_refusals_come_from_compile(grid):
     first = keras.Sequential([keras.Input((16, 36, 12)), layers.Conv2D(16, 3, data_format="channels_first")])
     with pytest.raises(ValueError, match="has its channels first; expected data_format='channels_last'"):
         first.compile("sgd", "mse")
+    bytes_ = keras.Sequential([keras.Input((36, 12, 4), dtype="uint8"), layers.UpSampling2D(interpolation="bilinear")])
+    with pytest.raises(ValueError, match="interpolates uint8"):
+        bytes_.compile("sgd", "mse")
     keras_hpc.partition(model, parts=1)
     model.compile("sgd", "mse")  # each rank of a group computes all of it
     x = np.ones((4, 36, 12, 4), "float32")

@@ -209,5 +209,13 @@ def ties():
     return keras.Model(inputs, layers.Dense(3)(x * layers.Dense(4)(gate)))
 
 
+def integers():
+    """Images of few bits: a minimum in the place of infinity around them, and rows that travel."""
+    inputs = keras.Input((13, 8, 2))
+    x = layers.ZeroPadding2D(((3, 0), (1, 1)))(keras.ops.cast(inputs * 9 - 20, "int8"))
+    x = layers.MaxPooling2D(3, strides=2, padding="same")(x)
+    return keras.Model(inputs, layers.Conv2D(2, 3, padding="same")(0.1 * keras.ops.cast(x, "float32")))
+
+
 def direct(model, x):
     return keras.ops.convert_to_numpy(model(x, training=False))

@@ -59,6 +59,8 @@ def open_store(
         FileNotFoundError: no file fits; names it.
         ValueError: files that cannot be read, or differ in what a sample is.
     """
+    if isinstance(fields, str):
+        raise ValueError(f"`fields` are names. Expected a list or a tuple of them. Received: fields={fields!r}")
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     found = [file for path in given for file in _matching(os.fspath(path))]
     if not found:

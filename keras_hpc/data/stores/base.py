@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,20 +79,27 @@ def join(parts: Sequence[Any]) -> Any:
     return [record for part in parts for record in part]
 
 
-def pick(available: dict[str, tuple[tuple[int, ...], str]], fields: Sequence[str] | None, path: str) -> list[str]:
+def pick(
+    available: dict[str, tuple[tuple[int, ...], str]],
+    fields: Sequence[str] | None,
+    path: str,
+    others: Iterable[str] = (),
+) -> list[str]:
     """Return the names of the fields to read, once it is clear that they are samples.
 
     Args:
         available: of each array in the file its whole shape and dtype.
         fields: those that are wanted; None: all.
         path: of the file, for messages.
+        others: names of what else the file holds, for messages.
 
     Raises:
         ValueError: some are not there, or they have different numbers of rows.
     """
     names = sorted(available) if fields is None else list(fields)
     if missing := [name for name in names if name not in available]:
-        raise ValueError(f"{path} has no {missing}. Expected fields among {sorted(available)}. Received: {names}")
+        known = sorted({*available, *others})
+        raise ValueError(f"{path} has no {missing}. Expected fields among {known}. Received: {names}")
     if not names or any(not available[name][0] for name in names) or len({available[n][0][0] for n in names}) > 1:
         raise ValueError(
             f"{path} holds no samples. Expected arrays with equally many rows; `fields` chooses some. "
@@ -103,5 +110,10 @@ def pick(available: dict[str, tuple[tuple[int, ...], str]], fields: Sequence[str
 
 def best_block(spec: dict[str, tuple[tuple[int, ...], str]]) -> int:
     """Return so many samples as make about 1 MiB."""
-    nbytes = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in spec.values())
+    nbytes = sum(int(np.prod(shape)) * _itemsize(dtype) for shape, dtype in spec.values())
     return max(1, (1 << 20) // max(1, nbytes))
+
+
+def _itemsize(dtype: str) -> int:
+    """Return the bytes of a value. A text of any length has a dtype of its own, whose name NumPy does not know."""
+    return 16 if dtype.startswith("StringDType") else int(np.dtype(dtype).itemsize)

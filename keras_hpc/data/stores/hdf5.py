@@ -29,10 +29,13 @@ class HDF5Store(Store):
         available: dict[str, tuple[tuple[int, ...], str]] = {}
 
         def note(name: str, item: Any) -> None:
-            if isinstance(item, h5py.Dataset) and item.shape is not None and (fields is None or name in fields):
+            # What lies in another file is read past `open_file`.
+            if isinstance(item, h5py.Dataset) and item.shape is not None and item.file == self._file:
                 available[name] = item.shape, item.dtype.str
 
         self._file.visititems(note)
+        for name in {*(fields or ())} - {*available}:  # as a link, or with a slash in front
+            note(name, self._file.get(name))
         names = pick(available, fields, path)
         self.spec = {name: (available[name][0][1:], available[name][1]) for name in names}
         self._count = available[names[0]][0][0]

@@ -9,6 +9,7 @@ import math
 import os
 import struct
 import zipfile
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,10 +57,12 @@ class _Loaded:
 
 
 class _ArrayStore(Store):
-    def __init__(self, path: str, arrays: dict[str, Any], fields: Sequence[str] | None) -> None:
+    def __init__(
+        self, path: str, arrays: dict[str, Any], fields: Sequence[str] | None, others: Sequence[str] = ()
+    ) -> None:
         self.path = path
         available = {name: (array.shape, array.dtype.str) for name, array in arrays.items()}
-        names = pick(available, fields, path)
+        names = pick(available, fields, path, others)
         self._arrays = {name: arrays[name] for name in names}
         self.spec = {name: (available[name][0][1:], available[name][1]) for name in names}
         self._count: int = available[names[0]][0][0]
@@ -103,8 +106,19 @@ class NpzStore(_ArrayStore):
                 offset = member.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
                 arrays[name] = _header(file, offset, path, name)
             else:
-                arrays[name] = _Loaded(np.load(io.BytesIO(archive.read(member)), allow_pickle=False))
-        super().__init__(path, arrays, fields)
+                arrays[name] = _loaded(archive, member, path, name)
+        names = [member.filename.removesuffix(".npy") for member in archive.infolist()]
+        super().__init__(path, arrays, fields, names)
+
+
+def _loaded(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: str, name: str) -> _Loaded:
+    """Return an array that is compressed."""
+    try:
+        return _Loaded(np.load(io.BytesIO(archive.read(member)), allow_pickle=False))
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"{name} in {path} cannot be read. Expected an array of numbers in NumPy's format. Received: {error}"
+        ) from error
 
 
 def _header(file: Any, offset: int, path: str, name: str) -> _Rows:

@@ -54,9 +54,17 @@ class TarStore(Store):
         ]
 
     def _check_end(self, offset: int) -> None:
-        """Raise ValueError unless the archive ends where tarfile stopped: it takes a damaged header for the end."""
+        """Raise ValueError unless the archive ends where tarfile stopped: it takes a damaged header for the end.
+
+        So it takes the end of a file, where one was cut off between two members.
+        """
         rest = bytearray(min(tarfile.BLOCKSIZE, self._file.source.size - offset))
         self._file.read_at(offset, memoryview(rest))
+        if not rest:
+            raise ValueError(
+                f"{self.path} is cut off. Expected an empty block at the end, as tar files have. "
+                f"Received: {self._file.source.size:,} bytes that end with a member"
+            )
         if any(rest):
             raise ValueError(
                 f"{self.path} is damaged. Expected the header of a file, or the end, at byte {offset}. "

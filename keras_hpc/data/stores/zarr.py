@@ -27,10 +27,13 @@ class ZarrStore(Store):
             raise ValueError(f"{path} cannot be read. Expected a folder of Zarr. Received: {error}") from error
         if isinstance(opened, zarr.Array):
             arrays: dict[str, Any] = {"array" if fields is None else fields[0]: opened}
+        elif fields is None:
+            arrays = dict(opened.arrays())
         else:
-            arrays = {name: array for name, array in opened.arrays() if fields is None or name in fields}
+            found = {name: opened[name] for name in fields if name in opened}
+            arrays = {name: array for name, array in found.items() if isinstance(array, zarr.Array)}
         available = {name: (array.shape, array.dtype.str) for name, array in arrays.items()}
-        names = pick(available, fields, path)
+        names = pick(available, fields, path, () if isinstance(opened, zarr.Array) else opened.array_keys())
         self._arrays = {name: arrays[name] for name in names}
         self.spec = {name: (available[name][0][1:], available[name][1]) for name in names}
         self._count: int = available[names[0]][0][0]

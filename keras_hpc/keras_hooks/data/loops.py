@@ -10,6 +10,7 @@ from typing import Any
 import keras
 from keras import tree
 
+from keras_hpc.data import Dataset
 from keras_hpc.keras_hooks import keras_private, seeds
 
 _is_tf_dataset = keras_private.adapter(":is_tf_dataset")
@@ -67,6 +68,8 @@ class _PyDatasetPart(keras.utils.PyDataset):  # type: ignore[misc]
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
+        if index == 0 and isinstance(self._source, Dataset):  # of which the first batch is another rank's
+            self._source.begin_pass()
         with seeds.of_next_reader(self._rank):
             return self._source[index * self._size + self._rank]
 
