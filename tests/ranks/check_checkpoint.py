@@ -16,6 +16,7 @@ from checkpoint_cases import (
     Y,
     _job,
     assert_same,
+    compiled,
     folder,
     network,
     only_on,
@@ -161,7 +162,9 @@ def test_a_run_that_early_stopping_ended_does_not_train_again(folder):
     results = []
     for _ in range(2):  # the second finds the end of the first
         start()
-        model = network()
+        normal = keras.layers.Normalization()  # one of its weights, a count, has no axes
+        normal.adapt(X)
+        model = compiled(keras.Sequential([keras.Input((6,)), normal, network()]))
         stopping = keras.callbacks.EarlyStopping("loss", min_delta=9.0, patience=1, restore_best_weights=True)
         given = [stopping, keras_hpc.callbacks.Checkpoint(folder)]
         results.append(outcome(model, model.fit(X, Y, BATCH, epochs=EPOCHS, verbose=0, callbacks=given)))

@@ -120,6 +120,16 @@ def test_a_manifest_sets_only_what_callbacks_save(folder):
         trained(folder, callbacks=callbacks())
 
 
+@pytest.mark.parametrize("state", [np.zeros(2), {1: 2}], ids=["an array", "a key that is no text"])
+@only_on("torch")
+@enough_on("torch")
+def test_a_state_that_json_would_change(state):
+    callback = Notes()
+    callback.get_state = lambda: state
+    with pytest.raises(ValueError, match=r"`get_state\(\)` of Notes 1 returns what the checkpoint cannot hold"):
+        callback_state.take(keras.callbacks.CallbackList([callback], add_history=False))
+
+
 @only_on("torch")
 @enough_on("torch")
 def test_a_state_that_one_rank_alone_refuses(folder):

@@ -30,6 +30,9 @@ OPTIMIZERS = {
     "ftrl": lambda: keras.optimizers.Ftrl(0.05),
     "muon": lambda: keras.optimizers.Muon(0.01, exclude_layers=["output"]),
 }
+NEWER = {}
+if hasattr(keras.optimizers, "ScheduleFreeAdamW"):  # whose momenta begin with the weights
+    NEWER["schedule free"] = lambda: keras.optimizers.ScheduleFreeAdamW(0.01)
 MAIN = {
     "adam": lambda: keras.optimizers.Adam(0.01),
     "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True),
@@ -47,9 +50,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", [*enough(OPTIMIZERS), *enough(MAIN, "torch")])
+@pytest.mark.parametrize("name", [*enough(OPTIMIZERS), *enough(NEWER | MAIN, "torch")])
 def test_optimizer(name):
-    assert_same_bits(lambda: fit(compiled((OPTIMIZERS | MAIN)[name]())))
+    assert_same_bits(lambda: fit(compiled((OPTIMIZERS | NEWER | MAIN)[name]())))
 
 
 @enough_on("torch")
@@ -100,6 +103,19 @@ def test_excluded_from_decay_and_constrained():
         # The kernel that is cut: a stand-in is known by its variable.
         optimizer.exclude_from_weight_decay([model.layers[1].kernel])
         return fit(compiled(optimizer, model))
+
+    assert_same_bits(train)
+
+
+@enough_on("torch")
+def test_constraints_hold_after_each_micro_batch():
+    """Whoever updates a kernel constrains it, before others get it at the next update; the second one is cut."""
+
+    def train():
+        keras.utils.set_random_seed(5)
+        layers = [keras.layers.Dense(n, kernel_constraint=keras.constraints.UnitNorm()) for n in (37, 11, 3)]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        return fit(compiled(keras.optimizers.Adam(0.01, gradient_accumulation_steps=3), model))
 
     assert_same_bits(train)
 

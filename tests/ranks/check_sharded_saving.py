@@ -4,7 +4,7 @@
 import keras
 import numpy as np
 import pytest
-from keras_cases import assert_identical, enough_on, everyone, values
+from keras_cases import assert_identical, enough, enough_on, everyone, values
 from sharded_cases import Job, X, compiled, fit
 
 import keras_hpc
@@ -59,6 +59,26 @@ def test_saved_whole_and_loaded_in_parts(folder):
         loaded.load_weights(f"{folder}/model.weights.h5")
         fit(loaded)
         assert [v.tobytes() for v in values(loaded)] == [v.tobytes() for v in after]
+
+
+@pytest.mark.parametrize("whole", [True, *enough([False])])
+def test_weights_of_an_optimizer_are_set(folder, whole):
+    """All of them, as a file has them, or a rank's own parts."""
+
+    def state():
+        values = [keras.ops.convert_to_numpy(variable) for variable in model.optimizer.variables]
+        return whole_state(f"{folder}/before.keras") if whole else values
+
+    with Job(True):
+        model = fit(compiled(adam()))
+        model.save(f"{folder}/before.keras")
+        before, weights = state(), model.get_weights()
+        ended = []
+        for _ in range(2):
+            ended.append([v.tobytes() for v in values(fit(model))])
+            model.set_weights(weights)
+            model.optimizer.set_weights(before)
+        assert ended[0] == ended[1]
 
 
 @enough_on()
@@ -129,6 +149,16 @@ def test_checkpoint_goes_on_on_other_numbers_of_ranks(folder):
             ended.append(train(then, shard, path, 3))
             assert before is None or ended[-1] != before
         assert ended[0] == ended[1]
+
+
+@enough_on("torch")
+@pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="this Keras has none")
+def test_momenta_that_begin_with_weights_of_one_rank_alone():
+    with Job(True):
+        model = compiled(keras.optimizers.ScheduleFreeAdamW(0.01))
+        model.set_weights([w + keras_hpc.rank() for w in model.get_weights()])
+        with pytest.raises(ValueError, match="all ranks load the same"):
+            fit(model)
 
 
 def test_one_rank_that_saves_alone_is_told(folder):

@@ -7,6 +7,7 @@ the file cannot set anything else of a callback.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,17 +38,15 @@ def take(callbacks: Any) -> tuple[list[Any], list[np.ndarray]]:
     arrays: list[np.ndarray] = []
 
     def packed(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [packed(item) for item in value]
-        if isinstance(value, np.ndarray) and value.ndim:
-            arrays.append(np.asarray(value, order="C"))
-            return {"array": len(arrays) - 1}
+        if isinstance(value, (list, tuple)):  # weights, of which some may have no axes
+            arrays.extend(np.asarray(item, order="C") for item in value)
+            return [{"array": number} for number in range(len(arrays) - len(value), len(arrays))]
         return value.item() if hasattr(value, "item") else value
 
     states = []
     for name, callback in _named(callbacks):
         if _has_own_state(callback):
-            states.append([name, callback.get_state()])
+            states.append([name, _for_json(name, callback.get_state())])
         else:
             kept = [attribute for attribute in _attributes(callback) if hasattr(callback, attribute)]
             states.append([name, {attribute: packed(getattr(callback, attribute)) for attribute in kept}])
@@ -62,9 +61,9 @@ def put_back(callbacks: Any, states: list[Any], arrays: list[np.ndarray]) -> Non
     """
 
     def unpacked(value: Any) -> Any:
-        if isinstance(value, list):
-            return [unpacked(item) for item in value]
-        return arrays[value["array"]] if isinstance(value, dict) else value
+        if not isinstance(value, list):
+            return value
+        return [arrays[item["array"]] if isinstance(item, dict) else np.asarray(item) for item in value]
 
     known = dict(states)
     found = [(name, callback, known[name]) for name, callback in _named(callbacks) if name in known]
@@ -76,6 +75,22 @@ def put_back(callbacks: Any, states: list[Any], arrays: list[np.ndarray]) -> Non
             continue
         for attribute, value in state.items():
             setattr(callback, attribute, unpacked(value))
+
+
+def _for_json(name: str, state: Any) -> Any:
+    """Return a state, or raise where a file would not hold it as it is."""
+    try:
+        json.dumps(state)
+        wrong = [key for key in state if not isinstance(key, str)] if isinstance(state, dict) else []
+        received = f"the key {wrong[0]!r}" if wrong else ""
+    except (TypeError, ValueError) as error:
+        received = str(error)
+    if received:
+        raise ValueError(
+            f"`get_state()` of {name} returns what the checkpoint cannot hold. Expected what JSON can: text, numbers, "
+            f"None, lists, and dictionaries whose keys are text. Received: {received}"
+        )
+    return state
 
 
 def _check(name: str, callback: Any, state: Any, arrays: int) -> None:
@@ -111,7 +126,7 @@ def _refuse_others(name: str, state: dict[str, Any], expected: Sequence[str]) ->
 
 
 def _is_array(item: Any, arrays: int) -> bool:
-    """Whether an item of a list of weights is one: those without axes are numbers."""
+    """Whether an item of a list of weights is one: before December 2026 those without axes were numbers."""
     if isinstance(item, dict):
         return list(item) == ["array"] and type(item["array"]) is int and 0 <= item["array"] < arrays
     return isinstance(item, (int, float))

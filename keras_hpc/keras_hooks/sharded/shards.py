@@ -16,6 +16,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import xxhash
 
 from keras_hpc import backends
 from keras_hpc.job import current
@@ -66,7 +67,8 @@ class Shards:
         variables: the same.
         cut: whether a variable may be of several ranks.
         pieces: of each variable; none of one that every rank updates by itself.
-        loaded: a digest of what the optimizer has loaded last; empty: nothing.
+        loaded: a digest of what the optimizer has loaded last, or has begun with; empty: nothing, or zeros.
+        is_complete: whether it is known what the optimizer keeps.
         stand_ins: for each variable, what this rank's optimizer updates.
 
     Raises:
@@ -92,7 +94,7 @@ class Shards:
         self.stand_ins = list(map(self._stand_in, range(len(self.variables))))
         self._slots: dict[int, Slot] = {}
         self.loaded = ""
-        self._is_complete = False
+        self.is_complete = False
         self._kept: list[Any] = []  # the slots, so that their ids are not reused
 
     def index_of(self, variable: Any) -> int | None:
@@ -135,13 +137,23 @@ class Shards:
         self._note(made, Slot(self.pieces[index], tuple(reference.shape), mine))
         return made
 
+    def first_value(self, variable: Any, value: Any) -> Any:
+        """Return what a variable of an optimizer that is being built begins with, given it, or all ranks' together."""
+        slot = self.slot(variable)
+        if slot is None or tuple(value.shape) != slot.shape:
+            return value
+        whole = backends.current().to_numpy(value)
+        # The weights that it comes from may differ between ranks still.
+        self.loaded = xxhash.xxh3_128_hexdigest(self.loaded.encode() + np.ascontiguousarray(whole).tobytes())
+        return slot.part_of(whole)
+
     def complete(self, optimizer: Any) -> None:
         """Know all that a built optimizer keeps, and let it know its stand-ins. Does nothing the next time.
 
         Raises:
             ValueError: it keeps something of which nobody knows what for.
         """
-        if self._is_complete:
+        if self.is_complete:
             return
         for name in _HELD_BY_ALL:
             for index, made in enumerate(getattr(optimizer, name, None) or ()):
@@ -164,7 +176,7 @@ class Shards:
         indices = optimizer._trainable_variables_indices
         for index, stand_in in enumerate(self.stand_ins):
             indices[optimizer._var_key(stand_in)] = index
-        self._is_complete = True
+        self.is_complete = True
 
     def _own_of_all(self, optimizer: Any) -> list[Any]:
         """Return what every rank keeps for the variables that it updates by itself."""

@@ -32,6 +32,7 @@ def install(job: Any, patcher: Any) -> None:
     base = keras_private.get(keras_private.OPTIMIZER)
     patcher.patch(base, "build", _build)
     patcher.patch(base, "add_variable_from_reference", _add_variable)
+    patcher.patch(keras.optimizers.Optimizer, "assign", _assign)
     patcher.patch(base, "apply", _apply)
     patcher.patch(base, "finalize_variable_values", _finalize)
     if keras.backend.backend() == "jax":
@@ -59,6 +60,16 @@ def _add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
         return shards.make_slot(original, self, reference_variable, name, initializer)
 
     return add_variable_from_reference
+
+
+def _assign(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def assign(self: Any, variable: Any, value: Any) -> None:
+        shards = sharding.of(self)
+        first = shards is not None and not shards.is_complete  # a `build` lets a slot begin with its variable's value
+        original(self, variable, shards.first_value(variable, value) if shards is not None and first else value)
+
+    return assign
 
 
 def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,8 +145,9 @@ def update(
     """
     shards.complete(optimizer)
     due = None
-    # Averages may overwrite weights after any micro-batch.
-    if optimizer.gradient_accumulation_steps and not (optimizer.use_ema and optimizer.ema_overwrite_frequency):
+    # After any micro-batch averages may overwrite weights, and constraints hold.
+    moves = (optimizer.use_ema and optimizer.ema_overwrite_frequency) or any(map(_constraint, shards.variables))
+    if optimizer.gradient_accumulation_steps and not moves:
         due = keras.ops.equal((optimizer._iterations + 1) % optimizer.gradient_accumulation_steps, 0)
     backend = backends.current()
     parts = [index for index in positions if _is_part(shards, index)]
@@ -149,10 +161,11 @@ def update(
     if running.building():
         return
     gather(optimizer, shards, positions, due)
-    for index in positions:
+    for index, gradient in zip(positions, gradients, strict=True):
         variable = shards.variables[index]
-        if shards.pieces[index] and len(shards.pieces[index]) > 1 and getattr(variable, "constraint", None) is not None:
-            variable.assign(variable.constraint(variable))
+        constraint = None if gradient is None or len(shards.pieces[index]) < 2 else _constraint(variable)
+        if constraint is not None:
+            variable.assign(constraint(variable))
 
 
 def gather(optimizer: Any, shards: Shards, positions: Sequence[int], due: Any = None) -> None:
@@ -249,6 +262,10 @@ def _piece_of(shards: Shards, index: int, gradient: Any) -> Any:
 def _is_part(shards: Shards, index: int) -> bool:
     """Return whether this rank updates some of a variable, and others the rest."""
     return len(shards.pieces[index]) > 1 and shards.mine(index) is not None
+
+
+def _constraint(variable: Any) -> Any:
+    return getattr(variable, "constraint", None)
 
 
 def _decay_alike(optimizer: Any, variable: Any, stand_in: Any) -> None:

@@ -38,6 +38,7 @@ def install(job: Any, patcher: Any) -> None:
     base = keras_private.get(keras_private.OPTIMIZER)
     patcher.patch(base, "save_own_variables", _save)
     patcher.patch(base, "load_own_variables", _load)
+    patcher.patch(base, "set_weights", _set)
 
 
 def slots_of(owner: Any) -> dict[int, tuple[Any, Slot]]:
@@ -106,7 +107,7 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
 
 
 def check_loaded_alike(model: Any) -> None:
-    """Raise unless the optimizers of all ranks have loaded the same. Collective on the model's team.
+    """Raise unless the optimizers of all ranks have loaded, or begun with, the same. Collective on the model's team.
 
     Raises:
         ValueError: a rank has loaded alone.
@@ -118,8 +119,9 @@ def check_loaded_alike(model: Any) -> None:
     everyone = current.team_of(model).allgather_object(loaded, "what sharded optimizers have loaded")
     if any(theirs != everyone[0] for theirs in everyone):
         raise ValueError(
-            "With init(shard_optimizer=True) each rank keeps its part of what an optimizer loads. Expected that all "
-            "ranks load the same weights, or model, or none does. Received: other contents on other ranks"
+            "With init(shard_optimizer=True) each rank keeps its part of what an optimizer loads, or makes of weights "
+            "when it is built. Expected that all ranks load the same weights, or model, or none does. Received: other "
+            "contents on other ranks"
         )
 
 
@@ -160,3 +162,20 @@ def _load(original: Callable[..., Any]) -> Callable[..., Any]:
             shards.loaded = digest.hexdigest()
 
     return load_own_variables
+
+
+def _set(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def set_weights(self: Any, weights: Any) -> None:
+        slots = slots_of(self) if self.built else {}
+        if not slots:
+            original(self, weights)
+            return
+        given = list(weights)
+        for number, (variable, value) in enumerate(zip(self._variables, given, strict=False)):
+            slot = slots[id(variable)][1] if id(variable) in slots else None
+            if slot is not None and tuple(value.shape) == slot.shape:  # of all ranks, and not this rank's part
+                given[number] = slot.part_of(backends.current().to_numpy(value))
+        original(self, given)
+
+    return set_weights
