@@ -69,7 +69,11 @@ def _samples(model: Any, adapter: Any) -> Any:
         rows = adapter.rows(2 * made_up.ROWS)
         half = len(keras.tree.flatten(rows)[0]) // 2
         return keras.tree.map_structure(lambda x: x[: 2 * half], rows) if half else None
-    return None if getattr(model, "inputs", None) is None else keras.tree.map_structure(made_up.samples, model.input)
+    inputs = getattr(model, "inputs", None)
+    if inputs is None:
+        return None
+    given = inputs[0] if isinstance(model, keras.Sequential) else model.input
+    return keras.tree.map_structure(made_up.samples, given)
 
 
 def _mixes(model: Any, x: Any) -> bool:

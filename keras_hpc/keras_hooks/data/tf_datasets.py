@@ -22,6 +22,7 @@ class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc, valid-type]
     """This rank's part of a `tf.data.Dataset`, for any backend: each rank runs the whole pipeline."""
 
     shuffle = False
+    _dataset: Any
 
     def __init__(self, shard: Shard, dataset: Any, class_weight: Any = None) -> None:
         spec, cardinality = dataset.element_spec, int(dataset.cardinality())
@@ -45,20 +46,22 @@ class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc, valid-type]
 
     @contextlib.contextmanager
     def looked_at(self) -> Iterator[None]:
-        """Inside, who takes a first batch reads no other ones, as Keras does to build a model.
+        """Inside, who takes a first batch reads the first one of all, and no other, as Keras does to build a model.
 
-        A pipeline that reads ahead would fill the user's `cache()`, or draw from NumPy, on some ranks and not on
-        others.
+        To read as far as this rank's first one, or ahead, would fill the user's `cache()`, begin another pass of a
+        `shuffle`, or draw from NumPy, on some ranks and not on others.
         """
         dataset, class_weight = self._given
-        part = _without_prefetch(part_of(_without_prefetch(dataset), self.shard))
-        weighted = TFDatasetAdapter(part, class_weight=class_weight)._dataset
-        usual: Any = self._dataset
-        self._dataset: Any = _without_reading_ahead(weighted)
+        first = dataset = _without_prefetch(dataset)
+        if self.shard.batch == "global":
+            first = _without_prefetch(part_of(dataset, self.shard))
+        weighted = TFDatasetAdapter(first, class_weight=class_weight)._dataset
+        usual: Any = self._dataset, self.turns
+        self._dataset, self.turns = _without_reading_ahead(weighted), 1
         try:
             yield
         finally:
-            self._dataset = usual
+            self._dataset, self.turns = usual
 
     @property
     def summary(self) -> str:
