@@ -127,7 +127,7 @@ def ends(jaxpr, known, found):
         elif eqn.primitive.name == "keras_hpc_allreduce":
             found.append((eqn.params["what"], before))
             results = [before | {eqn.params["what"]}] * len(eqn.outvars)
-        inner = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
+        inner = next((eqn.params[name] for name in ("call_jaxpr", "jaxpr", "fun_jaxpr") if name in eqn.params), None)
         if inner is not None:
             inner = getattr(inner, "jaxpr", inner)
             inside = {variable: of([atom]) for variable, atom in zip(inner.invars, eqn.invars, strict=True)}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models in parts with teams, late gradients, data that ranks read themselves, and compiled steps."""
 
+import inspect
+
 import keras
 import numpy as np
 import pytest
@@ -64,6 +66,8 @@ def assert_close(found, expected):
 @pytest.mark.parametrize("job", [{"spatial": 2}], indirect=True)
 @pytest.mark.parametrize("weighs", [False, True], ids=["", "weighted"])
 def test_a_metric_that_ignores_a_class(job, weighs):
+    if "ignore_class" not in inspect.signature(keras.metrics.SparseCategoricalCrossentropy).parameters:
+        pytest.skip("an older Keras")
     rng = np.random.default_rng(0)
     x = rng.normal(size=(5, 21, 2)).astype("float32")
     y = rng.integers(0, 3, (5, 21))
