@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import keras
 
 @contextlib.contextmanager
 def attributes(owners: Iterable[Any]) -> Iterator[None]:
-    """Context after which numbers and tensors of the backend among the attributes of objects are as they were."""
+    """Context after which numbers, tensors, lists and dictionaries among the attributes of objects are as they were."""
     kept = [(vars(one), {name: v for name, v in vars(one).items() if _may_change(v)}) for one in owners]
     put_back = [_to_put_back(value) for _, found in kept for value in found.values()]
     try:
@@ -34,11 +35,27 @@ def loss(of_user: Any) -> Iterator[None]:
 
 
 def _may_change(value: Any) -> bool:
-    return isinstance(value, (int, float, str)) or bool(keras.ops.is_tensor(value))
+    return isinstance(value, (int, float, str)) or _holds(value) or bool(keras.ops.is_tensor(value))
+
+
+def _holds(value: Any) -> bool:
+    """Return whether a value is a list or a dictionary: Keras' own too, not TensorFlow's, which note changes."""
+    plain = type(value) in (list, dict) or type(value).__module__.startswith("keras.")
+    return plain and isinstance(value, (list, dict))
+
+
+def _fill(value: Any, items: Any) -> None:
+    if isinstance(value, list):
+        list.__setitem__(value, slice(None), items)
+    else:
+        dict.clear(value)
+        dict.update(value, items)
 
 
 def _to_put_back(value: Any) -> Callable[[], Any]:
-    """Return a function that gives a tensor or variable of the backend the numbers that it has now."""
+    """Return a function that lets a list, a dictionary, or a tensor of the backend hold what it holds now."""
+    if _holds(value):  # past what Keras' own lists of layers and variables would note of it
+        return functools.partial(_fill, value, value.copy())
     if keras.backend.backend() == "torch" and keras.ops.is_tensor(value):
         from keras_hpc.backends import torch_buffers
 

@@ -61,6 +61,8 @@ def test_several_optimizers_in_a_program_of_the_users_own(skips):
 def test_an_update_in_a_branch_of_the_users_own_is_refused(inside):
     import jax
 
+    if jax.__version_info__ < (0, 6, 2):
+        pytest.skip("an older JAX does not tell which program is around another one")
     with Job(True):
         _, optimizers, trained, states = network(lambda: keras.optimizers.SGD(0.1, momentum=0.5))
 
