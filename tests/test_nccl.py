@@ -243,6 +243,7 @@ def test_ctrl_c_ends_the_wait_for_nccl_to_connect():
     other.start()
     team, plan = make(0)
     begin = time.monotonic()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit that it is ignored
     threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         plan.open_nccl(0, ids.next())
