@@ -63,7 +63,7 @@ ways to train on two ranks, in turns, each against its own step on one rank.
   while it waits. Cycles of 1 ms and up to 128 MiB fused are its own choice; where `HOROVOD_CYCLE_TIME` or
   `HOROVOD_FUSION_THRESHOLD` say otherwise, the heading does, too. What we tried: [which-one.md](which-one.md).
 - *MWMS* is tf-keras, which is Keras 2, with `MultiWorkerMirroredStrategy` over gRPC.
-- `--mbit 1000`: each rank has a host made of namespaces, as above, with links of 1 Gbit/s.
+- `--mbit 1000` and `--mbit 2500`: each rank has a host made of namespaces, as above, with links of 1 or 2.5 Gbit/s.
 
 **Scaling** (`make simulate`): the engine on *simulated* nodes. `python -m benchmarks validation` shows how near the
 simulator comes where the engine can be measured. See [simulation.md](simulation.md).
