@@ -25,6 +25,9 @@ def _job():
 
 
 def trained(samples, model=keras.Model, middle=None, metrics=(), **options):
+    if model is Counting and keras.__version__.startswith("3.10.") and keras.backend.backend() == "torch":
+        pytest.skip("what Keras 3.10 logs of a Sum changes with it, when the next epoch or an evaluation begins")
+
     def make():
         inputs = keras.Input((4,))
         x = keras.layers.Dense(3, activation="tanh")(inputs if middle is None else middle()(inputs))
