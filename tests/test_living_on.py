@@ -64,6 +64,31 @@ def test_a_process_that_has_died_is_known_on_other_nodes(what, victim):
     assert all(float(seconds) < (1 if what == "idle" else 5) for _, seconds in told), done.output
 
 
+@pytest.mark.parametrize(
+    ("what", "threads", "victim"),
+    [
+        ("plan", 1, 2),
+        *(
+            pytest.param(what, threads, victim, marks=pytest.mark.soak)
+            for what in ("plan", "call", "exchange")
+            for threads in (0, 1)
+            for victim in range(4)
+        ),
+    ],
+)
+def test_a_rank_that_is_late_is_known_on_other_nodes(what, threads, victim):
+    """A rank of its node knows for whom it waits, and tells the other node, which knows no more than the node."""
+    command = [sys.executable, str(SCRIPT), "late", what, str(threads), str(victim)]
+    env = child_environment("jax", lean=True) | {"MPIR_CVAR_NUM_CLIQUES": "2"}
+    done = launch(4, command, timeout=60, env=env)
+    told = dict(re.findall(r"^rank (\d): after [\d.]+ s: (.*)", done.output, re.MULTILINE))
+    others = [str(rank) for rank in range(4) if rank != victim]
+    for rank in others:
+        assert re.findall(r"rank (\d+)\b(?! has given up|\))", told[rank])[-1] == str(victim), done.output
+    if what != "exchange":  # of which it has all that it needs
+        assert "given up waiting for this rank" in told[str(victim)], done.output
+
+
 def test_a_forked_child_that_ends_does_no_harm(run_ranks):
     done = run_ranks(2, [SCRIPT, "forked"], backend="jax")
     assert done.output.count("went on") == 2, done.output

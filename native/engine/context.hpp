@@ -45,7 +45,8 @@ struct TeamContext {
   Bell& my_bell() const { return bells[topology->local_rank]; }
 };
 
-// Waits like wait_for, at most timeout_seconds, and while there is use in it. After stall_seconds it is a stall.
+// Waits like wait_for, at most timeout_seconds, and while there is use in it; a little longer where only other nodes can
+// tell who is late. After stall_seconds it is a stall.
 template <class Ready>
 bool wait_watched(const TeamContext& team, Bell& bell, Ready&& ready, const Awaited& awaited) {
   const auto begin = Clock::now();
@@ -56,11 +57,12 @@ bool wait_watched(const TeamContext& team, Bell& bell, Ready&& ready, const Awai
     return awaited.is_outside();
   };
   if (wait_for(team.patience, bell, first, ready, look, awaited.is_outside())) return true;
-  if (first >= team.timeout_seconds) return false;
   Stall stall = awaited.stall();
   stall.since = begin;
   Activity::Note note(*team.activity, std::move(stall));
-  if (!wait_for(team.patience, bell, team.timeout_seconds - first, ready, look)) return false;
+  if (!wait_for(team.patience, bell, team.timeout_seconds - first, ready, look) &&
+      !wait_for(team.patience, bell, lookout.hearing_seconds(awaited), ready, look))
+    return false;
   note.resolve();
   return true;
 }

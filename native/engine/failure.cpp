@@ -167,6 +167,16 @@ void Lookout::look_around() {
     throw Error("Rank " + std::to_string(topology.rank) + " cannot go on: " + text, culprit);
 }
 
+double Lookout::hearing_seconds(const Awaited& awaited) const {
+  const Topology& topology = failure_->topology_;
+  if (failure_->news_ == nullptr || topology.size == topology.node_count) return 0;  // or nobody knows
+  for (const int rank : awaited.missing())
+    if (rank != topology.rank && failure_->bell_of(rank) != nullptr) return 0;  // this rank knows, too
+  double hops = 1;
+  for (int nodes = 1; nodes < topology.node_count; nodes *= 2) ++hops;
+  return hops * slice_seconds;
+}
+
 void Lookout::examine(const Awaited& awaited, bool due) {
   if (due && check_interrupt != nullptr) check_interrupt();
   const Topology& topology = failure_->topology_;

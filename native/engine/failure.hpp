@@ -100,6 +100,8 @@ class Lookout {
   // The same for a thread of a rank that may wait for nothing, so that its node hears what others tell, and a death
   // that nobody waits for is told to them. Looks once in a while, and only where there are other nodes.
   void look_around();
+  // How long to go on after the time limit, seconds: who is late on another node is known there, and told.
+  double hearing_seconds(const Awaited& awaited) const;
 
  private:
   static constexpr double slice_seconds = 0.9;  // less than a thread sleeps, so that each sleep ends with a look

@@ -66,27 +66,28 @@ std::byte* Meeting::posted(int local_rank, size_t nbytes) const {
 
 // ---- waiting
 
-// For ranks that `missing` names, on this node or, with `outside`, on another one.
+// For ranks that `missing` names, on this node or, with `outside`, on another one. Unless that is `certain`, they may be
+// waiting themselves.
 class Meeting::Waiting final : public Awaited {
  public:
-  Waiting(const Meeting& meeting, const std::function<std::vector<int>()>& missing, bool outside)
-      : meeting_(meeting), missing_(missing), outside_(outside) {}
+  Waiting(const Meeting& meeting, const std::function<std::vector<int>()>& missing, bool certain, bool outside)
+      : meeting_(meeting), missing_(missing), certain_(certain), outside_(outside) {}
   std::string name() const override {
     return "Waited in " + meeting_.name() + " (team " + std::to_string(meeting_.team_.number) + ", rank " +
            std::to_string(meeting_.topology_.rank) + ")";
   }
-  std::vector<int> missing() const override { return missing_(); }
+  std::vector<int> missing() const override { return certain_ ? missing_() : std::vector<int>(); }
   bool is_outside() const override { return outside_; }
   Stall stall() const override { return meeting_.stall(missing_); }
 
  private:
   const Meeting& meeting_;
   const std::function<std::vector<int>()>& missing_;
-  bool outside_;
+  bool certain_, outside_;
 };
 
 template <class Value>
-void Meeting::wait_for_ranks(int ranks, uint64_t target, Value&& value) {
+void Meeting::wait_for_ranks(int ranks, uint64_t target, Value&& value, bool certain) {
   int late = 0;
   const auto ready = [&] {
     while (late < ranks && value(late) >= target) ++late;
@@ -101,9 +102,11 @@ void Meeting::wait_for_ranks(int ranks, uint64_t target, Value&& value) {
       if (value(r) < target) found.push_back(topology_.local_ranks()[at(r)]);
     return found;
   };
-  if (wait_watched(team_, team_.my_bell(), ready, Waiting(*this, missing, false))) return;
+  if (wait_watched(team_, team_.my_bell(), ready, Waiting(*this, missing, certain, false))) return;
   const int rank = topology_.local_ranks()[at(late)];
-  throw Timeout(late_text() + "rank " + std::to_string(rank) + ". Do all ranks make the same calls?", rank);
+  throw Timeout(late_text() + "rank " + std::to_string(rank) + (certain ? "" : ", which may wait for another node") +
+                    ". Do all ranks make the same calls?",
+                certain ? rank : -1);
 }
 
 std::string Meeting::late_text() const {
@@ -126,7 +129,7 @@ void Meeting::poll(Ready&& ready, Peer&& peer) {
   const std::function<std::vector<int>()> missing = [rank = peer()] {
     return rank < 0 ? std::vector<int>() : std::vector<int>{rank};
   };
-  if (wait_watched(team_, team_.my_bell(), ready, Waiting(*this, missing, true))) return;
+  if (wait_watched(team_, team_.my_bell(), ready, Waiting(*this, missing, true, true))) return;
   const std::string sender = peer() < 0 ? "the other ranks" : "rank " + std::to_string(peer());
   throw Timeout(late_text() + "a message from " + sender + ". Do all ranks make the same calls?", peer());
 }
@@ -153,12 +156,13 @@ void Meeting::hand_out(uint64_t call) {
 }
 
 void Meeting::wait_until_handed_out(int owners, uint64_t call) {
-  wait_for_ranks(owners, call, [&](int r) { return counters_[r].handed_out.load(std::memory_order_acquire); });
+  const auto value = [&](int r) { return counters_[r].handed_out.load(std::memory_order_acquire); };
+  wait_for_ranks(owners, call, value, topology_.node_count == 1);
 }
 
 void Meeting::wait_until_consumed(uint64_t call) {
-  wait_for_ranks(topology_.local_size(), call,
-                 [&](int r) { return counters_[r].consumed.load(std::memory_order_acquire); });
+  const auto value = [&](int r) { return counters_[r].consumed.load(std::memory_order_acquire); };
+  wait_for_ranks(topology_.local_size(), call, value, topology_.node_count == 1);
 }
 
 void Meeting::consumed(uint64_t call) {
@@ -180,7 +184,8 @@ void Meeting::post(int64_t signature, int64_t place, const void* data, size_t nb
 }
 
 void Meeting::meet() {
-  wait_for_ranks(topology_.local_size(), call_, [&](int r) { return post_of(r).call.load(std::memory_order_acquire); });
+  const auto value = [&](int r) { return post_of(r).call.load(std::memory_order_acquire); };
+  wait_for_ranks(topology_.local_size(), call_, value, true);
   const Post& mine = post_of(topology_.local_rank);
   for (int r = 0; r < topology_.local_size(); ++r) {
     const Post& other = post_of(r);
@@ -266,7 +271,7 @@ void Meeting::compare_nodes(const void* data, size_t nbytes) {
     first.compared.store(call_, std::memory_order_release);
     unannounced_ = true;
   } else {
-    wait_for_ranks(1, call_, [&](int) { return first.compared.load(std::memory_order_acquire); });
+    wait_for_ranks(1, call_, [&](int) { return first.compared.load(std::memory_order_acquire); }, false);
   }
   if (first.refused_call.load(std::memory_order_relaxed) != call_) return;
   consumed(call_);

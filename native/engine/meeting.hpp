@@ -70,8 +70,9 @@ class Meeting {
   int64_t compare_signatures(int64_t signature, const void* data, size_t nbytes);
   std::byte* message(size_t node) const;
 
+  // `certain`: who has not done it is late; else it may wait for another node.
   template <class Value>
-  void wait_for_ranks(int ranks, uint64_t target, Value&& value);
+  void wait_for_ranks(int ranks, uint64_t target, Value&& value, bool certain);
   template <class Ready, class Peer>
   void poll(Ready&& ready, Peer&& peer);
   template <class Operation>

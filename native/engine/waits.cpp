@@ -88,7 +88,12 @@ bool Team::wait_all_async(Plan& plan, void (*done)(void*, const char*), void* ar
 
 Timeout Team::late(const Plan& plan, int tensor) const {
   const std::vector<int> missing = plan.missing_ranks(tensor);
-  const auto other = std::find_if(missing.begin(), missing.end(), [&](int rank) { return rank != topology().rank; });
+  // Of other nodes all ranks are listed, so one of them is the culprit only if it is the only one.
+  const auto other = std::find_if(missing.begin(), missing.end(), [&](int rank) {
+    const auto& local = topology().local_ranks();
+    return rank != topology().rank &&
+           (missing.size() == 1 || std::find(local.begin(), local.end(), rank) != local.end());
+  });
   return Timeout(plan.describe(tensor) + ": after " + std::to_string(static_cast<int>(options_.timeout_seconds)) +
                      " s not every rank has started it. Missing, as far as this rank sees: rank " + joined(missing) +
                      ". Do all ranks run the same number of steps?",
@@ -129,7 +134,8 @@ void Team::look_after_async() {
     if (wait.plan->is_complete(wait.tensor)) continue;
     const TensorWait awaited(*this, *wait.plan, wait.tensor, wait.begin);
     wait.lookout.look(awaited);
-    if (seconds_since(wait.begin) > options_.timeout_seconds) throw late(*wait.plan, wait.tensor);
+    const double left = options_.timeout_seconds - seconds_since(wait.begin);
+    if (left < 0 && left < -wait.lookout.hearing_seconds(awaited)) throw late(*wait.plan, wait.tensor);
     if (!wait.stall && seconds_since(wait.begin) > options_.stall_seconds)
       wait.stall = std::make_shared<Activity::Note>(activity_, awaited.stall());
   }

@@ -21,9 +21,8 @@
 namespace keras_hpc {
 namespace {
 
-constexpr double kNoLimit = 1e9;             // seconds
-constexpr double kInstant = 1e-9;            // less than what the engine's clock tells apart
-constexpr size_t kTensorSpace = 1ull << 36;  // addresses
+constexpr double kNoLimit = 1e9;   // seconds
+constexpr double kInstant = 1e-9;  // less than what the engine's clock tells apart
 
 // A node has one rank, which shares its segment with nobody.
 class SimulatedTransport final : public Transport {
@@ -194,13 +193,14 @@ void time_steps_of_engine(const Options& options, Rank& rank, Transport& transpo
       rank.context, 0, "step", timeline.tensors, reduction, options.lanes,
       [&](size_t nbytes) { return options.algorithm_for(nbytes, static_cast<size_t>(topology.size)); }, transport,
       *rank.channels[0]);
-  void* data = simulated::reserve(kTensorSpace);
+  const size_t space = timeline.largest_bytes();
+  void* data = simulated::reserve(space);
   {
     Lanes lanes(rank, plan, timeline, data);
     time_steps(options, topology.rank, topology.size, plan.layout().buckets().size(),
                [&](double begin, double compute_s) { lanes.step(begin, compute_s); });
   }
-  munmap(data, kTensorSpace);
+  munmap(data, space);
 }
 
 }  // namespace

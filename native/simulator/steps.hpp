@@ -43,6 +43,13 @@ struct Timeline {
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [this](int a, int b) { return ready[at(a)] < ready[at(b)]; });
   }
+
+  // Of a tensor. Nobody reads or writes gradients, so all of them may stand in the same place.
+  size_t largest_bytes() const {
+    int64_t most = 0;
+    for (const TensorSpec& tensor : tensors) most = std::max(most, tensor.count);
+    return static_cast<size_t>(most) * sizeof(float);
+  }
 };
 
 // How long each step of one node takes, as a share of the mean: measured ones, drawn at random.

@@ -62,9 +62,9 @@ def late_message(delay):
     say("lives on")
 
 
-def killed(what, threads, victim=size - 1):
-    """A rank dies in the middle of a step."""
-    team = team_with(40.0, threads)
+def gone(what, threads, victim=size - 1, late=False):
+    """A rank dies in the middle of a step, or comes when the others have given up."""
+    team = team_with(1.0 if late else 40.0, threads)
     plan = team.plan("p", [("a", "float32", 500_000)], "sum", False)
     move = geometry.move(4 * size, size, [(0, 4 * size)] * size, rank)
     sends = [(other, *rows) for other, rows in move.sends]
@@ -75,7 +75,7 @@ def killed(what, threads, victim=size - 1):
     plan.wait(0)
     comm.Barrier()
     if rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(4.5) if late else os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     try:
         if what == "plan":
@@ -91,9 +91,11 @@ def killed(what, threads, victim=size - 1):
             team.allreduce(x, "float32", "sum")
         else:
             team.broadcast(x, victim)
-        say("got a result of a rank that is dead")
+        say("got a result of a rank that is not there")
     except _native.Error as error:
         say(f"after {time.monotonic() - begin:.1f} s: {error}")
+    if late and rank != victim:
+        time.sleep(8)  # until that one has said its own: UCX aborts who reads from a process that has ended
 
 
 def forked():
@@ -134,8 +136,8 @@ def apart():
 
 if how == "late-message":
     late_message(float(sys.argv[2]))
-elif how == "killed":
-    killed(sys.argv[2], *map(int, sys.argv[3:]))
+elif how in ("killed", "late"):
+    gone(sys.argv[2], *map(int, sys.argv[3:]), late=how == "late")
 elif how == "forked":
     forked()
     sys.exit(0)
