@@ -18,7 +18,7 @@ NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native examples/c benchmarks/gpu -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sanitize soak test-oldest test-mpi gan3d largebatch localsgd mesh contacts cosmoflow cosmogan atoms resnet50 bench bench-hosts bench-peers simulate timelines docs linkcheck wheels lint format clean
+.PHONY: help demo test sanitize soak test-oldest test-mpi gan3d largebatch localsgd mesh contacts cosmoflow cosmogan atoms resnet50 bench bench-hosts bench-peers simulate simulate-large timelines docs linkcheck wheels lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -87,10 +87,17 @@ bench-hosts: $(VENV)/stamp-demo  ## the same on 2 hosts made of namespaces, 2 ra
 	$(PAGE)
 
 # Debian's libsimgrid-dev is installed if it is missing and this user may do so; else the simulator says what is missing.
+SIMGRID := command -v smpirun >/dev/null || { [ $$(id -u) -eq 0 ] && command -v apt-get >/dev/null && apt-get -qq update && \
+  apt-get -qq install -y --no-install-recommends libsimgrid-dev; } || true
+
 simulate: $(VENV)/stamp-demo  ## simulate steps on 2 to 1,024 nodes with SimGrid; 10 minutes; writes docs/performance/scaling.json
-	command -v smpirun >/dev/null || { [ $$(id -u) -eq 0 ] && command -v apt-get >/dev/null && apt-get -qq update && \
-	  apt-get -qq install -y --no-install-recommends libsimgrid-dev; } || true
+	$(SIMGRID)
 	$(BENCH) scaling --json docs/performance/scaling.json --plot docs/performance/scaling.png
+	$(PAGE)
+
+simulate-large: $(VENV)/stamp-demo  ## simulate steps on 1,024 and 4,096 nodes; an hour, 5 GB; writes docs/performance/scaling-large.json
+	$(SIMGRID)
+	$(BENCH) scaling --large --jobs 1 --json docs/performance/scaling-large.json
 	$(PAGE)
 
 # Of a real job, which the simulator repeats on other machines: on a machine that has nothing else to do.

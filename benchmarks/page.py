@@ -65,7 +65,7 @@ ways to train on two ranks, in turns, each against its own step on one rank.
 - *MWMS* is tf-keras, which is Keras 2, with `MultiWorkerMirroredStrategy` over gRPC.
 - `--mbit 1000` and `--mbit 2500`: each rank has a host made of namespaces, as above, with links of 1 or 2.5 Gbit/s.
 
-**Scaling** (`make simulate`): the engine on *simulated* nodes. `python -m benchmarks validation` shows how near the
+**Scaling** (`make simulate`, `make simulate-large`): the engine on *simulated* nodes. `python -m benchmarks validation` shows how near the
 simulator comes where the engine can be measured. See [simulation.md](simulation.md).
 """
 
@@ -196,11 +196,15 @@ def _scaling(report: dict[str, Any]) -> str:
     ]
     links = ["platform", "stands for", "nodes", "GB/s of a link", "latency of a link, us"]
     assumptions = _table(["taken for granted", ""], report["assumptions"].items(), {"taken for granted", ""})
+    simulated = f"Simulated in {report['seconds']} s on {report['machine']}."
+    rows = _table(columns, map(cells, report["rows"]), text)
+    if report.get("large"):
+        return f"## Scaling: simulated, many nodes, {report['simgrid']}\n\n{simulated}\n\n{rows}\n"
     return (
-        f"## Scaling: simulated, {report['simgrid']}\n\nSimulated in {report['seconds']} s on {report['machine']}. "
+        f"## Scaling: simulated, {report['simgrid']}\n\n{simulated} "
         "*perfect overlap*: a step in which the link carries each gradient from the moment it is there, and nothing "
         "else takes time.\n\n![simulated efficiency against nodes](performance/scaling.png)\n\n"
-        f"{_table(columns, map(cells, report['rows']), text)}\n\n"
+        f"{rows}\n\n"
         f"{_table(links, platforms, {'platform', 'stands for'})}\n\n{assumptions}\n"
     )
 

@@ -28,12 +28,13 @@ def add_scaling(commands: Any) -> None:
     sub = hosted.add_command(
         commands,
         "scaling",
-        "simulate training steps on 2 to 1,024 nodes",
-        "Simulates training steps of the engine on 2 to 1,024 nodes with SimGrid, with the timelines of "
+        "simulate training steps on 2 to 4,096 nodes",
+        "Simulates training steps of the engine on 2 to 1,024 nodes, or 4,096, with SimGrid, with the timelines of "
         "docs/performance/timelines.",
         run_scaling,
         on_ranks=False,
     )
+    sub.add_argument("--large", action="store_true", help="simulate 1,024 and 4,096 nodes instead: an hour or more")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="draw efficiency there (PNG; needs matplotlib)")
     sub.add_argument("--jobs", type=int, default=2, metavar="N", help="simulations at a time (default: 2)")
     sub.add_argument("--build", type=Path, default=Path("build/simulator"), metavar="FOLDER", help="for the simulator")
@@ -44,11 +45,12 @@ def run_scaling(arguments: argparse.Namespace) -> int:
         program = simulator.build(arguments.build)
         known = {name: timelines.read(scaling.TIMELINES / f"{name}.json") for name in scaling.MODELS}
         begin = time.monotonic()
-        rows = scaling.run(program, scaling.CASES, known, arguments.jobs)
+        rows = scaling.run(program, scaling.LARGE if arguments.large else scaling.CASES, known, arguments.jobs)
     except (simulator.SimulatorError, timelines.TimelineError) as error:
         sys.exit(str(error))
     report = {
         "kind": "scaling",
+        "large": arguments.large,
         "machine": machine.describe(),
         "seconds": round(time.monotonic() - begin),
         "simgrid": simulator.version(),

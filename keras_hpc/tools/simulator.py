@@ -82,6 +82,13 @@ PLATFORMS: Mapping[str, Platform] = {
         'topology="DRAGONFLY" topo_parameters="4,120;6,3;16,1;4"',
     ),
     "edr": _fat_tree("InfiniBand EDR, fat tree of two levels, non-blocking", 12.5),
+    "edr-4096": Platform(
+        "InfiniBand EDR, fat tree of three levels, non-blocking",
+        4096,
+        12.5,
+        0.2,
+        'topology="FAT_TREE" topo_parameters="3;16,16,16;1,16,16;1,1,1"',
+    ),
     "hdr": _fat_tree("InfiniBand HDR, fat tree of two levels, non-blocking", 25.0),
     "switch": Platform("one ideal switch", 4096, 10.0, 0.6),
 }
