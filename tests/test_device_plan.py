@@ -1,5 +1,6 @@
 """Plans with tensors on a GPU, on a GPU that is not there: each value, each order."""
 
+import concurrent.futures
 import contextlib
 
 import numpy as np
@@ -8,6 +9,7 @@ from device_orders import SCENARIOS, is_right
 from device_steps import COUNTS, DTYPES, Step, fresh_driver, steps, team_allreduce
 from fake_cuda import Stream, Tensor
 from in_process import NODES, as_bytes, check, data_of, run
+from nccl_steps import Ids
 
 from keras_hpc import _native
 
@@ -125,6 +127,38 @@ def test_a_rank_ends_while_the_next_one_copies(fake):
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_steps_in_which_each_order_matters(scenario):
     assert is_right(scenario)
+
+
+@pytest.mark.parametrize("way", ["staged", "nccl"])
+def test_threads_start_tensors_at_the_same_time(way):
+    """As those of a framework may that compute gradients beside each other."""
+    count, ids = 60, Ids(2)
+
+    def work(team, rank):
+        plan = team.plan("x", [(str(n), "float32", 20) for n in range(count)], "sum", False, in_segment=True)
+        plan.open_device(rank) if way == "staged" else ids.open(plan, rank)
+        streams = [Stream() for _ in range(3)]
+        tensors = [Tensor(np.empty(20, np.float32), rank) for _ in range(count)]
+
+        def start(number):
+            for index in range(number, count, len(streams)):
+                tensor, stream = tensors[index], streams[number]
+                tensor.write(stream, np.full(20, index, np.float32))
+                plan.start_on(index, tensor.address, tensor.nbytes, 1.0, stream.handle)
+
+        with concurrent.futures.ThreadPoolExecutor(len(streams)) as pool:
+            for _ in range(8):
+                list(pool.map(start, range(len(streams))))
+                plan.wait_on(streams[0].handle)
+                for index, tensor in enumerate(tensors):
+                    assert (tensor.read(streams[0]) == 2 * index).all()
+        plan.end()
+        for stream in streams:
+            stream.close()
+        for tensor in tensors:
+            tensor.free()
+
+    run([0, 0], work)
 
 
 def test_two_teams_at_once(fake):
