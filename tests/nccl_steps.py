@@ -41,7 +41,7 @@ class Nodes:
         self._nodes, self._timeout = nodes, timeout
         self._meeting = threading.Barrier(len(nodes), action=self._make)
         self._transports = [_native.in_process_transports(sorted(set(nodes))) for _ in range(nodes.count(0))]
-        self._peers = {}
+        self.peers = {}
 
     def _make(self):
         self._ids = [_native.nccl_id() for _ in set(self._nodes)]
@@ -50,11 +50,11 @@ class Nodes:
         """Open a plan's device. Collective."""
         self._meeting.wait(30)
         number, node = self._nodes[:rank].count(self._nodes[rank]), self._nodes[rank]
-        if rank not in self._peers:
+        if rank not in self.peers:
             peers = _native.Team(self._transports[number][node], 0, 1, self._timeout, self._timeout)
             peers.add_choice("network", 0, EVERY_SIZE, "pairwise")
-            self._peers[rank] = peers
-        plan.open_nccl(rank, self._ids[node], self._peers[rank])
+            self.peers[rank] = peers
+        plan.open_nccl(rank, self._ids[node], self.peers[rank])
 
     def run(self, work, **options):
         """As in_process.run."""
@@ -65,7 +65,7 @@ class Nodes:
             finally:
                 team.close()
                 self._meeting.wait(30)
-                self._peers[rank].close()
+                self.peers[rank].close()
 
         return run(self._nodes, and_close, timeout=self._timeout, **options)
 

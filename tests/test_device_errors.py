@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import signal
 import threading
 import time
 
@@ -89,17 +90,18 @@ def test_a_gpu_that_is_lost_is_an_error_on_all_ranks(way, after, fake):
 
 @pytest.mark.parametrize("way", ["staged", "nccl"])
 def test_a_script_that_takes_its_time_is_no_error(way):
-    """Between two tensors of a step more than the time limit: no GPU is late."""
+    """Between two tensors of a step more than the time limit, nor a first one that takes longer than that."""
     ids = Ids(2)
 
     def work(team, rank):
         plan = team.plan("x", [("x", "float32", 50), ("y", "float64", 50)], "sum", False, in_segment=True)
         plan.open_device(rank) if way == "staged" else ids.open(plan, rank)
         stream, tensors = Stream(), [Tensor(np.empty(50, dtype), rank) for dtype in (np.float32, np.float64)]
+        stream.take_time(600)
         for number, tensor in enumerate(tensors):
             tensor.write(stream, np.ones(50, tensor.dtype))
             plan.start_on(number, tensor.address, tensor.nbytes, 1.0, stream.handle)
-            time.sleep(0.7 * (1 - number))
+            time.sleep(0.8 * (1 - number))
         plan.wait_on(stream.handle)
         found = [tensor.read(stream) for tensor in tensors]
         plan.end()
@@ -133,6 +135,36 @@ def test_means_go_back_while_others_are_computed(way):
         x.free()
 
     run([0, 0], work)
+
+
+@pytest.mark.parametrize("way", ["staged", "nccl"])
+def test_ctrl_c_ends_a_wait(way):
+    transports, ids, over = _native.in_process_transports([0, 0]), Ids(2), threading.Event()
+
+    def make(rank):
+        team = _native.Team(transports[rank], 0, 1, 30.0, 30.0)
+        plan = team.plan("x", [("x", "float32", 100)], "mean", False, in_segment=True)
+        plan.open_device(rank) if way == "staged" else ids.open(plan, rank)
+        return team, plan
+
+    def never_comes():
+        team, _ = make(1)
+        over.wait(30)
+        team.close()
+
+    other = threading.Thread(target=never_comes)
+    other.start()
+    team, plan = make(0)
+    plan.start_zeros(0, 1.0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit that it is ignored
+    threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        plan.wait_on(0)
+    assert time.monotonic() - begin < SOON
+    over.set()
+    team.close()
+    other.join(30)
 
 
 @pytest.mark.parametrize("way", ["staged", "nccl"])

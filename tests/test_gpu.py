@@ -49,7 +49,7 @@ def test_the_only_rank_copies_nothing(run_ranks, tmp_path):
         pytest.param(2, 1, "jax", ["fit"], marks=pytest.mark.soak),
         pytest.param(3, 2, "torch", ["own_loops", "fit"], marks=pytest.mark.soak),
         pytest.param(4, 2, "torch", ["own_loops", "gradients", "fit"], marks=pytest.mark.soak),
-        pytest.param(4, 2, "jax", ["gradients"], marks=pytest.mark.soak),
+        pytest.param(4, 2, "jax", ["fit"], marks=pytest.mark.soak),
     ],
 )
 def test_what_holds_on_the_host_holds_by_nccl(n, nodes, backend, names, run_ranks, tmp_path):
@@ -119,6 +119,7 @@ def _run(n, backend, names, run_ranks, tmp_path, more=()):
     [
         ("killed", ""),
         ("killed by nccl", ""),
+        pytest.param("killed within nodes by nccl", "", marks=pytest.mark.soak),
         ("driver", "The GPU's driver: cuMemcpyDtoHAsync failed with CUDA_ERROR_UNKNOWN"),
         ("hangs", "rank 1"),
         ("elsewhere", "is not in a GPU's memory. Expected a tensor on GPU 0"),
@@ -126,10 +127,12 @@ def _run(n, backend, names, run_ranks, tmp_path, more=()):
 )
 def test_a_rank_that_fails_in_the_middle_of_a_step_ends_the_job(how, said, run_ranks, tmp_path):
     env = {"TESTS_FAKE_GPU": str(fake_cuda.build(tmp_path))}
+    within_nodes = "within nodes" in how
     if how.endswith("nccl"):
-        env |= _by_nccl(tmp_path)
+        env |= _by_nccl(tmp_path, "hierarchical" if within_nodes else "nccl")
+    env["MPIR_CVAR_NUM_CLIQUES"] = "2" if within_nodes else "1"
     args = [ROOT / "tests" / "ranks" / "fail_on_gpu.py", how.split()[0]]
-    done = run_ranks(2, args, backend="torch", env=env, expect_failure=True)
+    done = run_ranks(4 if within_nodes else 2, args, backend="torch", env=env, expect_failure=True)
     assert said in done.output
     check_end(done)
 

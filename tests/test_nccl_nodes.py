@@ -1,13 +1,14 @@
 """Plans on GPUs that are not there, reduced by a fake NCCL within nodes and by the engine's network between them."""
 
 import contextlib
+import threading
 import time
 
 import numpy as np
 import pytest
 from device_steps import COUNTS, DTYPES
 from fake_cuda import driver, nccl
-from in_process import check, data_of
+from in_process import SOON, check, data_of
 from nccl_steps import NcclStep, Nodes, host_and_device, steps
 
 from keras_hpc import _native
@@ -169,6 +170,45 @@ def test_an_error_in_a_step_is_one_on_all_nodes(call, fake):
     assert len(failed) == (2 if call == "what is under way" else 1), texts  # on both nodes there is such a rank of NCCL
     for rank in {0, 1, 2, 3} - set(failed):
         assert any(f"rank {culprit}" in texts[rank] for culprit in failed), texts
+
+
+def test_a_plan_that_ends_takes_its_parts_along():
+    many = Nodes(TWO)
+
+    def work(team, rank):
+        with contextlib.closing(NcclStep(team, rank, many)):
+            held = many.peers[rank].report()["plan_bytes"]
+        return held, many.peers[rank].report()["plan_bytes"]
+
+    for held, left in many.run(work):
+        assert held > left == 0
+
+
+def test_peers_that_fail_alone_are_an_error_at_once():
+    """As where the network between nodes does: nobody waits for the time limit."""
+    many, everyone = Nodes(TWO), threading.Barrier(4)
+
+    def work(team, rank):
+        with contextlib.closing(NcclStep(team, rank, many)) as step:
+            text = ""
+            if rank < 2:
+                step.start(data_of(rank, COUNTS, DTYPES))
+                time.sleep(0.2)  # parts are on their way to the other node, which does not come
+                begin = time.monotonic()
+                if rank == 1:
+                    many.peers[rank].close()
+                with pytest.raises(_native.Error) as error:
+                    step.wait()
+                assert time.monotonic() - begin < SOON
+                text = str(error.value)
+            everyone.wait(30)
+            step.abandon(team)
+            return text
+
+    first, second = many.run(work)[:2]
+    assert "Between nodes, where each node counts as one rank" in second
+    assert "closed" in second
+    assert "rank 1 met an error" in first
 
 
 def test_a_node_that_does_not_come_is_an_error_in_time():
