@@ -225,6 +225,15 @@ def by_nccl():
     _check_steps(run(NODES, lambda team, rank: nccl_steps.steps(team, rank, ids, 3)))
 
 
+def by_nccl_within_nodes():
+    """What goes between nodes is copied from the device before, and after it is reduced back."""
+    nodes = [0, 0, 1, 1]
+    many = nccl_steps.Nodes(nodes)
+    results = many.run(lambda team, rank: nccl_steps.steps(team, rank, many, 2))
+    for number in range(2):
+        check([of_rank[number] for of_rank in results], nodes, COUNTS, DTYPES, "mean", step=number)
+
+
 def failing_steps_by_nccl():
     """A call fails while NCCL has something under way: once there is the error, memory is given back."""
     ids = Ids(2)
@@ -295,7 +304,16 @@ def ended_at_once():
 
 
 # The quick ones first.
-SCENARIOS = [calls, by_nccl, beside_the_host, ended_at_once, finished, failing_steps, failing_steps_by_nccl]
+SCENARIOS = [
+    calls,
+    by_nccl,
+    by_nccl_within_nodes,
+    beside_the_host,
+    ended_at_once,
+    finished,
+    failing_steps,
+    failing_steps_by_nccl,
+]
 SCENARIOS += [two_streams, pipelined, one_stream]
 
 
@@ -308,7 +326,7 @@ def sites() -> list[str]:
 
 def is_right(scenario) -> bool:
     """Run it once; copies back take their time."""
-    driver().fake_reset(2, 200)
+    driver().fake_reset(4, 200)
     driver().fake_slow_back(1)
     try:
         scenario()

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 from device_steps import COUNTS, DTYPES, Step
 from fake_cuda import Stream, Tensor, driver, nccl
-from in_process import as_bytes, data_of
+from in_process import EVERY_SIZE, as_bytes, data_of, run
 
 from keras_hpc import _native
 
@@ -27,15 +27,59 @@ class Ids:
         self._meeting.wait(30)
         return self._id
 
+    def open(self, plan, rank):
+        """Open a plan's device. Collective."""
+        plan.open_nccl(rank, self.next())
+
+
+class Nodes:
+    """For plans that NCCL reduces within nodes, and the engine between them: an id for each node, and peers."""
+
+    def __init__(self, nodes, timeout=20.0):
+        nccl()
+        _native.load_nccl()
+        self._nodes, self._timeout = nodes, timeout
+        self._meeting = threading.Barrier(len(nodes), action=self._make)
+        self._transports = [_native.in_process_transports(sorted(set(nodes))) for _ in range(nodes.count(0))]
+        self.peers = {}
+
+    def _make(self):
+        self._ids = [_native.nccl_id() for _ in set(self._nodes)]
+
+    def open(self, plan, rank):
+        """Open a plan's device. Collective."""
+        self._meeting.wait(30)
+        number, node = self._nodes[:rank].count(self._nodes[rank]), self._nodes[rank]
+        if rank not in self.peers:
+            peers = _native.Team(self._transports[number][node], 0, 1, self._timeout, self._timeout)
+            peers.add_choice("network", 0, EVERY_SIZE, "pairwise")
+            self.peers[rank] = peers
+        plan.open_nccl(rank, self._ids[node], self.peers[rank])
+
+    def run(self, work, **options):
+        """As in_process.run."""
+
+        def and_close(team, rank):
+            try:
+                return work(team, rank)
+            finally:
+                team.close()
+                self._meeting.wait(30)
+                self.peers[rank].close()
+
+        return run(self._nodes, and_close, timeout=self._timeout, **options)
+
 
 class NcclStep(Step):
     """A plan, a stream and tensors of a rank, on the GPU of its number."""
 
-    def __init__(self, team, rank, ids, *, op="mean", weighted=False, counts=COUNTS, dtypes=DTYPES, bucket_bytes=0):
+    def __init__(
+        self, team, rank, ids, *, op="mean", weighted=False, counts=COUNTS, dtypes=DTYPES, bucket_bytes=0, wire=""
+    ):
         self.counts, self.dtypes = counts, dtypes
         specs = [(f"t{i}", dtype, n) for i, (n, dtype) in enumerate(zip(counts, dtypes, strict=True))]
-        self.plan = team.plan("by nccl", specs, op, weighted, in_segment=True, bucket_bytes=bucket_bytes)
-        self.plan.open_nccl(rank, ids.next())
+        self.plan = team.plan("by nccl", specs, op, weighted, wire, in_segment=True, bucket_bytes=bucket_bytes)
+        ids.open(self.plan, rank)
         self.begin([Tensor(array, rank) for array in data_of(rank, counts, dtypes)], rank)
 
     def abandon(self, team):
@@ -65,7 +109,7 @@ def host_and_device(team, rank, ids, count):
     """Steps in which a tensor is on the host, and another one now here, now there, now zeros."""
     specs = [("x", "float32", 5000), ("n", "float32", 3), ("y", "float32", 100)]
     plan = team.plan("mixed", specs, "mean", True, in_segment=True)
-    plan.open_nccl(rank, ids.next())
+    ids.open(plan, rank)
     stream, x, y = Stream(), Tensor(np.empty(5000, np.float32), rank), Tensor(np.empty(100, np.float32), rank)
     found = []
     for number in range(count):

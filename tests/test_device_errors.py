@@ -1,6 +1,8 @@
 """Plans with tensors on a GPU, on a GPU that is not there: each error, and what the other ranks hear of it."""
 
 import contextlib
+import re
+import signal
 import threading
 import time
 
@@ -8,7 +10,8 @@ import numpy as np
 import pytest
 from device_steps import COUNTS, DTYPES, Step, fresh_driver, team_allreduce
 from fake_cuda import Stream, Tensor, driver
-from in_process import as_bytes, check, data_of, run
+from in_process import SOON, as_bytes, check, data_of, run
+from nccl_steps import Ids
 
 from keras_hpc import _native
 
@@ -46,6 +49,147 @@ def test_a_call_that_fails_in_a_step_is_an_error_on_all_ranks(call, after, fake)
     of_driver = [text == f"The GPU's driver: {call} failed with CUDA_ERROR_UNKNOWN." for text in texts]
     assert sorted(of_driver) == [False, True], texts
     assert texts[of_driver.index(False)].endswith("met an error, which it tells of itself.")
+
+
+@pytest.mark.parametrize("after", [0, 5, 23, *(pytest.param(n, marks=pytest.mark.soak) for n in range(30, 300, 7))])
+@pytest.mark.parametrize("way", ["staged", "nccl"])
+def test_a_gpu_that_is_lost_is_an_error_on_all_ranks(way, after, fake):
+    """From then on each call fails. Nobody waits for what it was given."""
+    fake.fake_reset(4, 200)
+    ids = Ids(2)
+
+    def work(team, rank):
+        plan = team.plan("x", [("x", "float32", 5000), ("y", "float32", 300_000)], "mean", True, in_segment=True)
+        plan.open_device(rank) if way == "staged" else ids.open(plan, rank)
+        stream, tensors = Stream(), [Tensor(np.zeros(n, np.float32), rank) for n in (5000, 300_000)]
+        team.barrier()
+        if rank == 1:
+            fake.fake_lose(1, after)
+
+        def go_on():
+            for _ in range(40):
+                for number, tensor in enumerate(tensors):
+                    plan.start_on(number, tensor.address, tensor.nbytes, 1.0 + rank, stream.handle)
+                plan.wait_on(stream.handle)
+
+        begin = time.monotonic()
+        with pytest.raises(_native.Error) as error:
+            go_on()
+        assert time.monotonic() - begin < SOON
+        team.close()
+        assert time.monotonic() - begin < 2 * SOON
+        stream.close()
+        for tensor in tensors:
+            tensor.free()
+        return str(error.value)
+
+    texts = run([0, 0], work)
+    assert re.fullmatch(r"The GPU's driver: cu\w+ failed with CUDA_ERROR_UNKNOWN\.", texts[1]), texts
+    assert "rank 1 met an error" in texts[0]
+
+
+@pytest.mark.parametrize("way", ["staged", "nccl"])
+def test_a_script_that_takes_its_time_is_no_error(way):
+    """Between two tensors of a step more than the time limit, nor a first one that takes longer than that."""
+    ids = Ids(2)
+
+    def work(team, rank):
+        plan = team.plan("x", [("x", "float32", 50), ("y", "float64", 50)], "sum", False, in_segment=True)
+        plan.open_device(rank) if way == "staged" else ids.open(plan, rank)
+        stream, tensors = Stream(), [Tensor(np.empty(50, dtype), rank) for dtype in (np.float32, np.float64)]
+        stream.take_time(600)
+        for number, tensor in enumerate(tensors):
+            tensor.write(stream, np.ones(50, tensor.dtype))
+            plan.start_on(number, tensor.address, tensor.nbytes, 1.0, stream.handle)
+            time.sleep(0.8 * (1 - number))
+        plan.wait_on(stream.handle)
+        found = [tensor.read(stream) for tensor in tensors]
+        plan.end()
+        stream.close()
+        for tensor in tensors:
+            tensor.free()
+        return found
+
+    assert all((array == 2).all() for found in run([0, 0], work, timeout=0.5) for array in found)
+
+
+@pytest.mark.parametrize("way", ["staged", "nccl"])
+def test_means_go_back_while_others_are_computed(way):
+    """As soon as all ranks have started a tensor, whatever of the step is still missing."""
+    ids = Ids(2)
+
+    def work(team, rank):
+        plan = team.plan("x", [("x", "float32", 50), ("y", "float64", 50)], "sum", False, in_segment=True)
+        plan.open_device(rank) if way == "staged" else ids.open(plan, rank)
+        stream, x = Stream(), Tensor(np.empty(50, np.float32), rank)
+        x.write(stream, np.ones(50, np.float32))
+        plan.start_on(0, x.address, x.nbytes, 1.0, stream.handle)
+        begin = time.monotonic()
+        while not (x.peek() == 2).all():
+            assert time.monotonic() - begin < SOON
+            time.sleep(0.001)
+        plan.start_zeros(1, 1.0)
+        plan.wait_on(stream.handle)
+        plan.end()
+        stream.close()
+        x.free()
+
+    run([0, 0], work)
+
+
+@pytest.mark.parametrize("way", ["staged", "nccl"])
+def test_ctrl_c_ends_a_wait(way):
+    transports, ids, over = _native.in_process_transports([0, 0]), Ids(2), threading.Event()
+
+    def make(rank):
+        team = _native.Team(transports[rank], 0, 1, 30.0, 30.0)
+        plan = team.plan("x", [("x", "float32", 100)], "mean", False, in_segment=True)
+        plan.open_device(rank) if way == "staged" else ids.open(plan, rank)
+        return team, plan
+
+    def never_comes():
+        team, _ = make(1)
+        over.wait(30)
+        team.close()
+
+    other = threading.Thread(target=never_comes)
+    other.start()
+    team, plan = make(0)
+    plan.start_zeros(0, 1.0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit that it is ignored
+    threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        plan.wait_on(0)
+    assert time.monotonic() - begin < SOON
+    over.set()
+    team.close()
+    other.join(30)
+
+
+@pytest.mark.parametrize("way", ["staged", "nccl"])
+def test_a_team_that_is_closed_ends_steps_that_are_under_way(way):
+    """That the other rank does not come to: at once, and the tensors are the caller's."""
+    ids, everyone = Ids(2), threading.Barrier(2)
+
+    def work(team, rank):
+        plan = team.plan("x", [("x", "float32", 5000)], "mean", True, in_segment=True)
+        plan.open_device(rank) if way == "staged" else ids.open(plan, rank)
+        x, stream = Tensor(np.zeros(5000, np.float32), rank), Stream()
+        everyone.wait(30)
+        if rank == 0:
+            plan.start_on(0, x.address, x.nbytes, 1.0, stream.handle)
+            time.sleep(0.05)
+            begin = time.monotonic()
+            team.close()
+            assert time.monotonic() - begin < SOON
+            with pytest.raises(_native.Error, match="closed"):
+                plan.wait_on(stream.handle)
+        everyone.wait(30)
+        stream.close()
+        x.free()
+
+    run([0, 0], work)
 
 
 @pytest.mark.parametrize("call", ["cuMemHostRegister", "cuDevicePrimaryCtxRetain", "cuStreamCreateWithPriority"])

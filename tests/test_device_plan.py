@@ -1,13 +1,16 @@
 """Plans with tensors on a GPU, on a GPU that is not there: each value, each order."""
 
+import concurrent.futures
 import contextlib
+import time
 
 import numpy as np
 import pytest
-from device_orders import SCENARIOS, is_right
+from device_orders import DEFAULT, SCENARIOS, is_right
 from device_steps import COUNTS, DTYPES, Step, fresh_driver, steps, team_allreduce
 from fake_cuda import Stream, Tensor
 from in_process import NODES, as_bytes, check, data_of, run
+from nccl_steps import Ids
 
 from keras_hpc import _native
 
@@ -127,6 +130,40 @@ def test_steps_in_which_each_order_matters(scenario):
     assert is_right(scenario)
 
 
+@pytest.mark.parametrize("way", ["staged", "nccl"])
+def test_threads_start_tensors_at_the_same_time(way):
+    """As those of a framework may that compute gradients beside each other."""
+    count, ids = 60, Ids(2)
+
+    def work(team, rank):
+        plan = team.plan("x", [(str(n), "float32", 20) for n in range(count)], "sum", False, in_segment=True)
+        plan.open_device(rank) if way == "staged" else ids.open(plan, rank)
+        streams = [Stream() for _ in range(3)]
+        tensors = [Tensor(np.empty(20, np.float32), rank) for _ in range(count)]
+
+        def start(number):
+            for index in range(number, count, len(streams)):
+                tensor, stream = tensors[index], streams[number]
+                tensor.write(stream, np.full(20, index, np.float32))
+                plan.start_on(index, tensor.address, tensor.nbytes, 1.0, stream.handle)
+
+        with concurrent.futures.ThreadPoolExecutor(len(streams)) as pool:
+            begin = time.monotonic()
+            for _ in range(8):
+                list(pool.map(start, range(len(streams))))
+                plan.wait_on(streams[0].handle)
+                for index, tensor in enumerate(tensors):
+                    assert (tensor.read(streams[0]) == 2 * index).all()
+            assert time.monotonic() - begin < 8 * 0.8  # who waits is woken, and does not look now and then
+        plan.end()
+        for stream in streams:
+            stream.close()
+        for tensor in tensors:
+            tensor.free()
+
+    run([0, 0], work)
+
+
 def test_two_teams_at_once(fake):
     def work(team, rank):
         with contextlib.closing(Step(team, rank)) as one:
@@ -162,6 +199,9 @@ def test_pipelined_steps_apply_each_mean_once():
                 updates = step.plan.updates()
                 if updates > 0:
                     applied.append(means)
+                else:  # there is no mean yet
+                    for mean, array in zip(means, data_of(rank, COUNTS, DTYPES, number), strict=True):
+                        assert mean.tobytes() == array.tobytes()
                 if updates > 1:
                     step.plan.second_on([t.address for t in step.tensors], step.stream.handle)
                     applied.append([tensor.read(step.stream) for tensor in step.tensors])
@@ -193,6 +233,30 @@ def test_a_call_of_its_own(fake):
         for place, array in enumerate(found):
             assert (array == 2.0 + place % 3).all()
     assert fake.fake_calls(b"cuMemHostRegister") == 6  # pinned for the largest so far, and kept
+
+
+def test_calls_on_several_gpus_of_empty_arrays_and_of_the_only_rank(fake):
+    def work(team, rank):
+        stream, x = Stream(), Tensor(np.empty(30, np.float32), 1)
+        x.write(stream, np.full(30, rank, np.float32))
+        for device, address, shape in ((0, 0, [0]), (1, x.address, [30])):
+            _native.allreduce_on(team, device, address, "float32", "sum", "x", shape, stream.handle)
+        found = x.read(stream)
+        stream.close()
+        x.free()
+        if rank == 0:
+            with pytest.raises(_native.Error, match="disagree"):
+                _native.allreduce_on(team, 0, 0, "float32", "sum", "x", [0], DEFAULT)
+        else:
+            with pytest.raises(_native.Error, match="disagree"):
+                team.allreduce(as_bytes(np.zeros(3, np.float32)), "float32", "sum", what="x", shape=[3])
+        return found
+
+    for found in run([0, 0], work):
+        assert (found == 1).all()
+    before = fake.fake_calls(b"cuCtxPushCurrent")
+    run([0], lambda team, rank: _native.allreduce_on(team, 0, 64, "float32", "sum", "x", [30], DEFAULT))
+    assert fake.fake_calls(b"cuCtxPushCurrent") == before
 
 
 def test_speeds(fake):

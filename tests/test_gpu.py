@@ -48,11 +48,14 @@ def test_the_only_rank_copies_nothing(run_ranks, tmp_path):
         pytest.param(2, 1, "torch", ["own_loops", "gradients"], marks=pytest.mark.soak),
         pytest.param(2, 1, "jax", ["fit"], marks=pytest.mark.soak),
         pytest.param(3, 2, "torch", ["own_loops", "fit"], marks=pytest.mark.soak),
+        pytest.param(4, 2, "torch", ["own_loops", "gradients", "fit"], marks=pytest.mark.soak),
+        pytest.param(4, 2, "jax", ["fit"], marks=pytest.mark.soak),
     ],
 )
 def test_what_holds_on_the_host_holds_by_nccl(n, nodes, backend, names, run_ranks, tmp_path):
-    """What it does not reduce is staged, as pipelined teams are."""
-    _run(n, backend, names, run_ranks, tmp_path, _by_nccl(tmp_path) | {"MPIR_CVAR_NUM_CLIQUES": str(nodes)})
+    """What it does not reduce is staged, as pipelined teams are. Four ranks on two nodes: within these only."""
+    env = _by_nccl(tmp_path, "hierarchical" if n == 4 else "nccl")
+    _run(n, backend, names, run_ranks, tmp_path, env | {"MPIR_CVAR_NUM_CLIQUES": str(nodes)})
 
 
 @pytest.mark.soak
@@ -63,21 +66,33 @@ def test_ranks_that_share_a_gpu_use_nccl_only_if_it_lets_them(enabled, run_ranks
     _run(2, "torch", ["exact"], run_ranks, tmp_path, _by_nccl(tmp_path) | sharing)
 
 
+def _choose(n, program, run_ranks, folder):
+    env = {
+        "TESTS_FAKE_GPU": str(fake_cuda.build(folder)),
+        "TESTS_FAKE_NCCL": str(fake_cuda.build_nccl(folder)),
+        "XDG_CACHE_HOME": str(folder),
+        "MPIR_CVAR_NUM_CLIQUES": str(n // 2),
+    }
+    done = run_ranks(n, [ROOT / "tests" / "ranks" / program], env=env, lean=False)
+    assert done.output.count("is done>") == n
+    return done.output
+
+
 @pytest.mark.mpi
 def test_a_trial_says_which_way_plans_go(run_ranks, tmp_path):
-    env = {
-        "TESTS_FAKE_GPU": str(fake_cuda.build(tmp_path)),
-        "TESTS_FAKE_NCCL": str(fake_cuda.build_nccl(tmp_path)),
-        "XDG_CACHE_HOME": str(tmp_path),
-    }
-    done = run_ranks(2, [ROOT / "tests" / "ranks" / "choose_device_way.py"], env=env, lean=False)
-    assert done.output.count("is done>") == 2
-    assert done.output.count("NCCL is not tried; rank 1: NCCL: ncclGetVersion failed") == 1
-    assert done.output.count("NCCL is not tried; rank 1: The GPU's driver: cuMemAlloc failed") == 1
+    output = _choose(2, "choose_device_way.py", run_ranks, tmp_path)
+    assert output.count("NCCL is not tried; rank 1: NCCL: ncclGetVersion failed") == 1
+    assert output.count("NCCL is not tried; rank 1: The GPU's driver: cuMemAlloc failed") == 1
 
 
-def _by_nccl(folder):
-    return {"TESTS_FAKE_NCCL": str(fake_cuda.build_nccl(folder)), "KERAS_HPC_ALLREDUCE": "device:0-=nccl"}
+@pytest.mark.mpi
+def test_a_trial_says_which_way_plans_go_across_nodes(run_ranks, tmp_path):
+    output = _choose(4, "choose_across_nodes.py", run_ranks, tmp_path)
+    assert output.count("NCCL is not tried; rank 0: NCCL: ncclGetUniqueId failed") == 1
+
+
+def _by_nccl(folder, way="nccl"):
+    return {"TESTS_FAKE_NCCL": str(fake_cuda.build_nccl(folder)), "KERAS_HPC_ALLREDUCE": f"device:0-={way}"}
 
 
 def _run(n, backend, names, run_ranks, tmp_path, more=()):
@@ -104,6 +119,7 @@ def _run(n, backend, names, run_ranks, tmp_path, more=()):
     [
         ("killed", ""),
         ("killed by nccl", ""),
+        pytest.param("killed within nodes by nccl", "", marks=pytest.mark.soak),
         ("driver", "The GPU's driver: cuMemcpyDtoHAsync failed with CUDA_ERROR_UNKNOWN"),
         ("hangs", "rank 1"),
         ("elsewhere", "is not in a GPU's memory. Expected a tensor on GPU 0"),
@@ -111,10 +127,12 @@ def _run(n, backend, names, run_ranks, tmp_path, more=()):
 )
 def test_a_rank_that_fails_in_the_middle_of_a_step_ends_the_job(how, said, run_ranks, tmp_path):
     env = {"TESTS_FAKE_GPU": str(fake_cuda.build(tmp_path))}
+    within_nodes = "within nodes" in how
     if how.endswith("nccl"):
-        env |= _by_nccl(tmp_path)
+        env |= _by_nccl(tmp_path, "hierarchical" if within_nodes else "nccl")
+    env["MPIR_CVAR_NUM_CLIQUES"] = "2" if within_nodes else "1"
     args = [ROOT / "tests" / "ranks" / "fail_on_gpu.py", how.split()[0]]
-    done = run_ranks(2, args, backend="torch", env=env, expect_failure=True)
+    done = run_ranks(4 if within_nodes else 2, args, backend="torch", env=env, expect_failure=True)
     assert said in done.output
     check_end(done)
 

@@ -10,7 +10,7 @@ import pytest
 from device_orders import engine
 from device_steps import COUNTS, DTYPES
 from fake_cuda import Stream, Tensor, driver, nccl
-from in_process import check, data_of, run
+from in_process import SOON, check, data_of, run
 from nccl_steps import Ids, NcclStep, host_and_device, steps
 
 from keras_hpc import _native
@@ -203,6 +203,25 @@ def test_plans_started_together_keep_one_order():
     for number in range(STEPS):
         for plan in range(2):
             check([r[number][plan] for r in results], [0, 0], COUNTS, DTYPES, "mean", step=100 * plan + number)
+
+
+def test_a_plan_that_ends_in_a_step_leaves_the_team_alone():
+    """What it has under way is aborted, though the other rank has not come."""
+    ids = Ids(2)
+
+    def work(team, rank):
+        with contextlib.closing(NcclStep(team, rank, ids)) as step:
+            if rank == 0:
+                step.start(data_of(rank, COUNTS, DTYPES))
+                driver().fake_finish(step.stream.handle)
+                driver().fake_in_step(0)
+            begin = time.monotonic()
+            step.plan.end()
+            step.is_over = True
+            team.barrier()
+            assert time.monotonic() - begin < SOON
+
+    run([0, 0], work)
 
 
 def test_bad_input():

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans with tensors on GPUs: through the host, or by NCCL from GPU to GPU, whichever was measured to be faster."""
+"""Plans with tensors on GPUs: through the host, or by NCCL from GPU to GPU, whichever was measured to be fastest.
+
+Ways are "staged", which goes through the host; "nccl"; and "hierarchical": NCCL within nodes, the engine's network
+between them.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from keras_hpc.job.plan import Plan, TensorSpec
 # Classes of sizes reach up to a power of four of this many bytes; what is larger goes the way of the largest.
 _SMALLEST, _LARGEST = 64 << 10, 64 << 20
 _TENSORS, _ROUNDS = 8, 7
+_BY_NCCL = {"nccl": False, "hierarchical": True}  # way: whether NCCL connects only the GPUs of each node
 # NCCL adds up in an order of its own, so bits are not the CPU's: it must be faster by this much to be worth it.
 _GAIN = 1.2
 
@@ -36,41 +41,44 @@ def open_device(plan: Plan, device: int) -> None:
     if plan.is_idle:
         plan.device = device
         return
-    if _way(plan, device) == "nccl":
-        problem = _open_nccl(plan, device)
+    way = _way(plan, device)
+    if way != "staged":
+        problem = _open(plan, device, way)
         if not problem:
             return
         _say(team, f"NCCL does not reduce the tensors of '{plan.name}', which are staged; {problem}")
-    if problem := _open_staged(plan, device):
+    if problem := _open(plan, device, "staged"):
         _say(team, f"the tensors of '{plan.name}' are copied to the host while nothing else is done; {problem}")
 
 
 def _way(plan: Plan, device: int) -> str:
-    """Return "staged" or "nccl": what is known of such a size, or what is measured now. Collective."""
+    """Return how such a plan is reduced: as is known of its size, or as is measured now. Collective."""
     team = plan.team
     known = tuning_cache.way_on_devices(team.native, plan.nbytes)
+    by_nccl = [way for way in _BY_NCCL if way not in team.lacks_nccl and not nccl.obstacle(plan, _BY_NCCL[way])]
     # Other teams reduce beside this one: NCCL's kernels of two communicators may wait for each other for ever.
-    if known or team.index != 0 or team.lacks_nccl or nccl.obstacle(plan) or nccl.share_gpus(team, device):
+    if known or team.index != 0 or not by_nccl or nccl.share_gpus(team, device):
         return known or "staged"
     begin, end, nbytes = _size_class(plan.nbytes)
     specs = [TensorSpec(str(number), (nbytes // _TENSORS // 4,), "float32") for number in range(_TENSORS)]
     memory: list[Any] = []  # had before any trial: a rank that has none must not leave the others in one
     trial = Plan(team, "a trial", specs, "mean", False, None, True, False)
-    problem = _try_on_all(trial, lambda: memory.append(_native.DeviceArray(device, nbytes)))
-    seconds = []
-    for opening in (_open_staged, _open_nccl):
-        problem = problem or opening(trial, device)
+    no_trial = _try_on_all(trial, lambda: memory.append(_native.DeviceArray(device, nbytes)))
+    seconds: dict[str, float] = {}
+    for way in ("staged", *by_nccl):
+        problem = no_trial or _open(trial, device, way)
         if not problem:
-            seconds.append(_seconds(trial, memory[0]))
+            seconds[way] = _seconds(trial, memory[0])
             trial.close_device()
+        elif way == "staged":
+            no_trial = problem
+        else:
+            _say(team, f"{_name_of(way)} is not tried; {problem}")
+            team.lacks_nccl.add(way)  # not kept for the next job, which may have it
     trial.end()
-    if problem:
-        _say(team, f"NCCL is not tried; {problem}")
-        team.lacks_nccl = True  # not kept for the next job, which may have it
-        return "staged"
-    staged, by_nccl = seconds
-    fastest = "nccl" if by_nccl * _GAIN < staged else "staged"
-    team.native.add_choice("device", begin, end, fastest)
+    fastest = min(seconds, key=lambda way: seconds[way] * (1 if way == "staged" else _GAIN), default="staged")
+    if fastest != "staged" or not team.lacks_nccl:
+        team.native.add_choice("device", begin, end, fastest)
     return fastest
 
 
@@ -102,16 +110,32 @@ def _seconds(plan: Plan, memory: Any) -> float:
     return slowest
 
 
-def _open_nccl(plan: Plan, device: int) -> str:
+def _open(plan: Plan, device: int, way: str) -> str:
+    """Open a plan's device, to be reduced in this way; where one rank cannot, return why. Collective."""
+    if way == "staged":
+        return _try_on_all(plan, lambda: plan.open_device(device))
+    within_nodes = _BY_NCCL[way]
     try:
-        number = nccl.agree(plan, device)
+        number = nccl.agree(plan, device, within_nodes)
     except _native.Error as error:  # of all ranks
         return str(error)
-    return _try_on_all(plan, lambda: plan.open_nccl(device, number))
+    peers = _peers_of(plan.team) if within_nodes else None
+    return _try_on_all(plan, lambda: plan.open_nccl(device, number, peers))
 
 
-def _open_staged(plan: Plan, device: int) -> str:
-    return _try_on_all(plan, lambda: plan.open_device(device))
+def _peers_of(team: Any) -> _native.Team:
+    """Return what reduces between nodes what NCCL has reduced within them. Collective."""
+    if team.peers is None:
+        world, options = team.world.peers(), team.options
+        waits = options["timeout_seconds"], options["stall_seconds"]
+        # Nobody but threads of its own sends and receives.
+        native = _native.Team(world.transport(), team.index, max(1, options["threads"]), *waits)
+        team.peers = type(team)(team.index, native, range(world.size))
+        team.peers.comm = world.comm
+    for place, begin, end, way in tuning_cache.known(team.native):
+        if place == "network":
+            team.peers.native.add_choice(place, begin, end, way)
+    return team.peers.native
 
 
 def _try_on_all(plan: Plan, opening: Callable[[], None]) -> str:
@@ -125,6 +149,10 @@ def _try_on_all(plan: Plan, opening: Callable[[], None]) -> str:
     if problems and plan.device is not None:
         plan.close_device()
     return problems[0] if problems else ""
+
+
+def _name_of(way: str) -> str:
+    return "NCCL within nodes" if _BY_NCCL[way] else "NCCL"
 
 
 def _say(team: Any, text: str) -> None:

@@ -71,6 +71,18 @@ class World:
         """Number of ranks on this node."""
         return self.node_of_rank.count(self.node)
 
+    @property
+    def nodes_are_alike(self) -> bool:
+        """Whether all nodes have as many ranks."""
+        return len(set(collections.Counter(self.node_of_rank).values())) == 1
+
+    def peers(self) -> World:
+        """Collective: the ranks with this rank's number on their nodes, which all have as many; one of each node."""
+        if self.comm is None:
+            return World(None)
+        comm = self.comm.Split(self.local_rank, self.node)
+        return World(comm, self.node, self.node_count, list(range(self.node_count)))
+
     def close(self) -> None:
         """Collective: frees the communicator."""
         if self.comm is not None:

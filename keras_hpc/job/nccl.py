@@ -37,25 +37,31 @@ def describe() -> str:
     except _native.Error as error:
         return str(error)
     number = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-    return f"{number}, where it is faster than through the host, or KERAS_HPC_ALLREDUCE=device:0-=nccl asks for it"
+    return (
+        f"{number}, where it is faster than through the host, or KERAS_HPC_ALLREDUCE=device:0-=nccl asks for it, or "
+        "device:0-=hierarchical, which uses it within nodes"
+    )
 
 
-def agree(plan: Any, device: int) -> bytes:
+def agree(plan: Any, device: int, within_nodes: bool = False) -> bytes:
     """Return what lets the ranks' GPUs find each other, for `Plan.open_nccl`. Collective.
 
     Args:
         plan: a new plan.
         device: the number of this rank's GPU.
+        within_nodes: those of a node find each other, and no others.
 
     Raises:
         CommunicationError: NCCL cannot reduce this plan; on all ranks, with the first rank's reason.
     """
     team, problem, number, may_share = plan.team, "", b"", False
+    node_of_rank = team.world.node_of_rank if within_nodes else [0] * team.size
+    first = node_of_rank.index(node_of_rank[team.rank])
     try:
-        problem = obstacle(plan)
+        problem = obstacle(plan, within_nodes)
         if not problem:
             may_share = load() >= _SHARES_FROM and os.environ.get(_SHARING, "0") != "0"
-            number = _native.nccl_id() if team.rank == 0 else b""
+            number = _native.nccl_id() if team.rank == first else b""
         uuid = _native.visible_devices()[device][1]
     except _native.Error as error:
         problem, uuid = f"rank {team.ranks[team.rank]}: {error}", ""
@@ -65,17 +71,25 @@ def agree(plan: Any, device: int) -> bytes:
         problems = [f"ranks share a GPU, and NCCL wants one for each; from 2.30 on {_SHARING}=1 lets them share"]
     if problems:
         raise _native.Error(problems[0])
-    found: bytes = everyone[0][2]
+    found: bytes = everyone[first][2]
     return found
 
 
-def obstacle(plan: Any) -> str:
-    """Return why NCCL cannot reduce such a plan; empty: it can. The same on all ranks."""
+def obstacle(plan: Any, within_nodes: bool = False) -> str:
+    """Return why NCCL cannot reduce such a plan, or not within nodes; empty: it can. The same on all ranks."""
+    if within_nodes and plan.team.node_count == 1:
+        return "there is only one node"
+    if within_nodes and not plan.team.world.nodes_are_alike:
+        return "nodes have different numbers of ranks"
+    if within_nodes and plan.team.node_count == plan.team.size:
+        return "each node has one rank only"
+    if plan.nbytes == 0:
+        return "it has no elements"
     if plan.pipelined:
         return "its steps are pipelined"
     if plan.op not in ("mean", "sum") or any(t.dtype not in _FLOATS for t in plan.tensors):
         return "only sums and means of floats are known to us there"
-    if plan.wire_dtype and plan.team.node_count > 1:
+    if plan.wire_dtype and plan.team.node_count > 1 and not within_nodes:
         return f"between nodes its values are rounded to {plan.wire_dtype}"
     return ""
 

@@ -108,14 +108,15 @@ class Plan:
         self._native.open_device(ordinal)
         self.device = ordinal
 
-    def open_nccl(self, ordinal: int, number: bytes) -> None:
+    def open_nccl(self, ordinal: int, number: bytes, peers: Any = None) -> None:
         """The same, reduced by NCCL from GPU to GPU. Collective.
 
         Args:
             ordinal: as for `open_device`.
             number: what `keras_hpc.job.nccl.agree` returned.
+            peers: the engine's team that reduces between nodes; None: NCCL does.
         """
-        self._native.open_nccl(ordinal, number)
+        self._native.open_nccl(ordinal, number, peers)
         self.device = ordinal
 
     def close_device(self) -> None:

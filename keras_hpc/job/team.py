@@ -29,12 +29,14 @@ class Team:
         node_count: number of nodes.
         options: what it was made with: `threads`, `timeout_seconds`, `stall_seconds`.
         comm: the communicator of a team of some of the ranks, else None.
+        world: its ranks and their nodes.
+        peers: of GPUs, what reduces between nodes: the ranks with this one's number on all nodes; None: not needed yet.
         wire_dtype: "float16" or "bfloat16" if gradients of float32 are rounded to it on their way between nodes.
         bucket_bytes: gradients are reduced in buckets of at most so many bytes; None: what fits the nodes.
         schedule: when it applies which gradients.
         report_every: steps after which rank 0 prints what reductions cost; None: never.
         selection_key: under which measured choices are kept; empty with one rank.
-        lacks_nccl: whether NCCL was tried on GPUs and failed.
+        lacks_nccl: the ways by NCCL that were tried on GPUs and failed.
         device: the GPU that has the tensors of plans of which nothing else is said; None: they are on the host.
         parts: so many neighbouring ranks compute each sample together.
         settle: waits for the calls of compiled programs that still run beside Python; None where there are none.
@@ -50,13 +52,15 @@ class Team:
         self.ranks = tuple(ranks)
         self.options: dict[str, Any] = {}
         self.comm: Any = None
+        self.world: Any = None
+        self.peers: Any = None
         self.wire_dtype: str | None = None
         self.bucket_bytes: int | None = None
         self.schedule = Schedule()
         self.report_every: int | None = None
         self.selection_key = ""
         self.settle: Callable[[], object] | None = None
-        self.lacks_nccl = False
+        self.lacks_nccl: set[str] = set()
         self.device: int | None = None
         self.parts = 1
         self._plans: dict[tuple[Any, ...], Plan] = {}
@@ -325,6 +329,8 @@ class Team:
         if self.selection_key:
             tuning_cache.save(self.native, self.rank, self.selection_key)
         self.native.close()
+        if self.peers is not None:
+            self.peers.close()
         for plan in self._plans.values():
             plan.kept = None  # it may hold the plan, and what the engine was still reading
         self._plans.clear()

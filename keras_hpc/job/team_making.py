@@ -27,6 +27,7 @@ def make_team(
     """
     native = _native.Team(world.transport(), index, threads, timeout_seconds, stall_seconds, waiting)
     team = Team(index, native, range(world.size))
+    team.world = world
     team.options = {"threads": threads, "timeout_seconds": timeout_seconds, "stall_seconds": stall_seconds}
     if world.size > 1:
         team.selection_key = tuning_cache.key_of(world)

@@ -26,7 +26,7 @@ _WAYS = {
     "private": ("slot", "staged", "library"),
     "segment": ("slot", "push", "staged", "library"),
     "network": ("recursive_doubling", "rabenseifner", "ring", "pairwise", "radix_k", "library"),
-    "device": ("staged", "nccl"),
+    "device": ("staged", "nccl", "hierarchical"),
 }
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _SLOT_BYTES = 64 << 10
@@ -79,7 +79,7 @@ def known(team: _native.Team) -> list[Choice]:
 
 
 def way_on_devices(team: _native.Team, nbytes: int) -> str:
-    """Return how a plan of so many bytes is reduced whose tensors are on GPUs: "staged" or "nccl"; empty: not known."""
+    """Return how a plan of so many bytes is reduced whose tensors are on GPUs; empty: it is not known."""
     fitting = [way for place, begin, end, way in known(team) if place == "device" and begin <= nbytes < end]
     return str(fitting[-1]) if fitting else ""
 
@@ -120,7 +120,7 @@ def parse(text: str) -> list[Choice]:
                 raise ValueError(
                     f"{VARIABLE} names a way for each range of sizes. Expected for example 'private:0-1Ki=slot,"
                     f"1Ki-=staged;segment:0-=push;network:0-=ring' with the ways {', '.join(_WAYS['segment'])} "
-                    f"for arrays, {', '.join(_WAYS['network'])} between nodes, and {' and '.join(_WAYS['device'])} for "
+                    f"for arrays, {', '.join(_WAYS['network'])} between nodes, and {', '.join(_WAYS['device'])} for "
                     f"'device'. Received: {part!r}"
                 )
             begin = int(match[1]) * _UNITS[match[2] or ""]

@@ -87,12 +87,17 @@ void open_device(const PyPlan& plan, int ordinal) {
   attach(open, std::make_shared<StagedPlan>(*open.team, *open.plan, open.of_pipeline.get(), ordinal));
 }
 
-void open_nccl(const PyPlan& plan, int ordinal, const nb::bytes& id) {
+void open_nccl(const PyPlan& plan, int ordinal, const nb::bytes& id, const PyTeam* peers) {
   const OpenPlan open = plan.open();
   device::NcclId found;
   if (id.size() != sizeof found.bytes) throw nb::value_error("Expected the bytes that nccl_id returned.");
   std::memcpy(found.bytes, id.c_str(), sizeof found.bytes);
-  WithoutGil()([&] { attach(open, std::make_shared<NcclPlan>(*open.team, *open.plan, ordinal, found)); });
+  const auto team = peers == nullptr ? nullptr : peers->get();
+  WithoutGil()([&] {
+    // First what is collective on the peers: what follows may fail on this rank alone.
+    const auto parts = team == nullptr ? nullptr : BetweenNodes::make_plan(*team, *open.plan, open.team->topology());
+    attach(open, std::make_shared<NcclPlan>(*open.team, *open.plan, ordinal, found, NcclPlan::Peers{team, parts}));
+  });
 }
 
 }  // namespace
@@ -100,8 +105,10 @@ void open_nccl(const PyPlan& plan, int ordinal, const nb::bytes& id) {
 void bind_device(nb::module_& m, nb::class_<PyPlan>& plan) {
   plan.def("open_device", &open_device, "ordinal"_a,
            "From now on its tensors are on this GPU. Fails on this rank alone.")
-      .def("open_nccl", &open_nccl, "ordinal"_a, "id"_a,
-           "Collective. The same, reduced by NCCL from GPU to GPU; `id` is what nccl_id returned on one rank.")
+      .def("open_nccl", &open_nccl, "ordinal"_a, "id"_a, "peers"_a = nb::none(),
+           "Collective. The same, reduced by NCCL from GPU to GPU; `id` is what nccl_id returned on one rank. `peers`: "
+           "a team of the ranks with this rank's number on their nodes, which reduces between nodes; NCCL then "
+           "connects those of a node, each with an `id` of its own.")
       .def("close_device",
            [](const PyPlan& plan) {
              const OpenPlan open = plan.open();

@@ -85,7 +85,7 @@ NcclId new_nccl_id() {
 
 Communicator::Communicator(const Device& device, const NcclId& id, int rank, int size,
                            const std::function<void()>& look)
-    : api_(nccl()) {
+    : api_(nccl()), rank_(rank), size_(size) {
   struct Making {
     std::promise<Result> done;
     NcclCommHandle handle = nullptr;
@@ -118,8 +118,30 @@ void Communicator::check(Result result, const char* function) const {
 void Communicator::all_reduce(Pointer data, size_t count, DType dtype, std::optional<double> factor,
                               StreamHandle stream) {
   auto* memory = reinterpret_cast<void*>(data);
-  const int op = factor ? product_by(*factor, dtype) : kNcclSum;
-  check(api_.all_reduce(memory, memory, count, number_of(dtype), op, handle_, stream), "ncclAllReduce");
+  check(api_.all_reduce(memory, memory, count, number_of(dtype), sum_by(factor, dtype), handle_, stream),
+        "ncclAllReduce");
+}
+
+void Communicator::reduce_scatter(Pointer data, size_t count_each, DType dtype, std::optional<double> factor,
+                                  StreamHandle stream) {
+  auto* mine = reinterpret_cast<void*>(part_of(data, count_each, dtype));
+  check(api_.reduce_scatter(reinterpret_cast<void*>(data), mine, count_each, number_of(dtype), sum_by(factor, dtype),
+                            handle_, stream),
+        "ncclReduceScatter");
+}
+
+void Communicator::all_gather(Pointer data, size_t count_each, DType dtype, StreamHandle stream) {
+  const auto* mine = reinterpret_cast<void*>(part_of(data, count_each, dtype));
+  check(api_.all_gather(mine, reinterpret_cast<void*>(data), count_each, number_of(dtype), handle_, stream),
+        "ncclAllGather");
+}
+
+Pointer Communicator::part_of(Pointer data, size_t count_each, DType dtype) const {
+  return data + static_cast<size_t>(rank_) * count_each * size_of(dtype);
+}
+
+int Communicator::sum_by(std::optional<double> factor, DType dtype) {
+  return factor ? product_by(*factor, dtype) : kNcclSum;
 }
 
 int Communicator::product_by(double factor, DType dtype) {

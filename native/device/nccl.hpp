@@ -33,9 +33,16 @@ class Communicator {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
+  int size() const { return size_; }
   // The sum over all ranks, in place, on the stream. Either none has a factor, or each one's values are multiplied by
   // its own first, which is rounded to the dtype.
   void all_reduce(Pointer data, size_t count, DType dtype, std::optional<double> factor, StreamHandle stream);
+  // The same of `size` parts, one after the other: each rank gets its own part of the sum, and none of the others.
+  void reduce_scatter(Pointer data, size_t count_each, DType dtype, std::optional<double> factor, StreamHandle stream);
+  // Each rank's part, to all.
+  void all_gather(Pointer data, size_t count_each, DType dtype, StreamHandle stream);
+  // Where this rank's part is.
+  Pointer part_of(Pointer data, size_t count_each, DType dtype) const;
   // Throws NcclError if something that is under way has failed.
   void throw_if_failed();
   // Ends what is under way, on this rank: its results are worth nothing.
@@ -43,6 +50,7 @@ class Communicator {
 
  private:
   void check(Result result, const char* function) const;
+  int sum_by(std::optional<double> factor, DType dtype);
   int product_by(double factor, DType dtype);
 
   struct Product {
@@ -50,6 +58,7 @@ class Communicator {
     int op;
   };
   const NcclApi& api_;
+  const int rank_, size_;
   NcclCommHandle handle_ = nullptr;
   std::map<DType, Product> products_;
 };

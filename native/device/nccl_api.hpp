@@ -26,6 +26,10 @@ struct NcclId {
   X(async_error, "ncclCommGetAsyncError", Result(NcclCommHandle, Result*))                                           \
   X(all_reduce, "ncclAllReduce",                                                                                     \
     Result(const void* from, void* to, size_t count, int dtype, int op, NcclCommHandle, StreamHandle))               \
+  X(reduce_scatter, "ncclReduceScatter",                                                                             \
+    Result(const void* from, void* to, size_t count_each, int dtype, int op, NcclCommHandle, StreamHandle))          \
+  X(all_gather, "ncclAllGather",                                                                                     \
+    Result(const void* from, void* to, size_t count_each, int dtype, NcclCommHandle, StreamHandle))                  \
   X(create_product, "ncclRedOpCreatePreMulSum", Result(int* op, void* factor, int dtype, int where, NcclCommHandle)) \
   X(destroy_op, "ncclRedOpDestroy", Result(int op, NcclCommHandle))
 

@@ -42,18 +42,24 @@ struct NcclPlan::Watch {
   const char* hint = "the time limit. Do all ranks run the same number of steps?";
   Clock::time_point looked_at = Clock::now(), moved_at = looked_at;
 
+  template <class Ready>
+  void until(Ready&& ready, const char* what) {
+    while (!ready()) look(what);
+  }
+
   // `what` the device, or other ranks, have not done; null: it is for this rank's script to go on.
   void look(const char* what) {
     {
       const std::lock_guard lock(plan.mutex_);
       if (plan.error_) std::rethrow_exception(plan.error_);
     }
-    plan.team_.throw_if_failed();
+    if (plan.between_) plan.between_->send();
     if (what == nullptr) moved_at = Clock::now();
     if (seconds_since(looked_at) < kLookSeconds) return std::this_thread::sleep_for(kNap);
     looked_at = Clock::now();
     lookout.look(others);
-    if (plan.communicator_ != nullptr) plan.communicator_->throw_if_failed();
+    if (plan.communicator_) plan.communicator_->throw_if_failed();
+    if (plan.between_) plan.between_->throw_if_failed();
     if (seconds_since(moved_at) > limit)
       throw Timeout("NCCL has not " + std::string(what) + " (" + plan.plan_.what() + ") on rank " +
                     std::to_string(plan.team_.topology().rank) + " after " + std::to_string(static_cast<int>(limit)) +
@@ -61,17 +67,25 @@ struct NcclPlan::Watch {
   }
 };
 
-NcclPlan::NcclPlan(Team& team, Plan& plan, int ordinal, const device::NcclId& id)
+NcclPlan::NcclPlan(Team& team, Plan& plan, int ordinal, const device::NcclId& id, const Peers& peers)
     : DevicePlan(team, plan, ordinal),
       memory_(plan.memory()),
       numbers_(device::pages(kNumbersBytes)),
       pinned_numbers_(std::make_unique<device::Pinned>(device_, numbers_.get(), kNumbersBytes)),
-      // A bucket may be filled up to a whole word.
-      buckets_(std::make_unique<device::Buffer>(device_, plan.layout().nbytes() + sizeof(double))),
       sum_of_weights_(std::make_unique<device::Buffer>(device_, sizeof(double))),
       stream_(std::make_unique<device::Stream>(device_)),
       came_(std::make_unique<device::Event>(device_)),
       end_(std::make_unique<device::Event>(device_)) {
+  if (peers.team != nullptr) between_ = std::make_unique<BetweenNodes>(device_, peers.team, peers.parts);
+  const Topology& topology = team.topology();
+  const int rank = between_ ? topology.local_rank : topology.rank;
+  const int size = between_ ? topology.local_size() : topology.size;
+  size_t end = 0;
+  for (const Bucket& bucket : plan.layout().buckets()) {
+    begins_.push_back(end);
+    end += part_bytes(bucket, size) * at(size);
+  }
+  buckets_ = std::make_unique<device::Buffer>(device_, std::max(end, sizeof(double)));
   if (plan.layout().nbytes() > 0)
     pinned_ = std::make_unique<device::Pinned>(device_, memory_.get(), plan.layout().nbytes());
   for (int t = 0; t < count(); ++t) tensors_.push_back(std::make_unique<Tensor>(device_));
@@ -80,8 +94,8 @@ NcclPlan::NcclPlan(Team& team, Plan& plan, int ordinal, const device::NcclId& id
   watch.hint =
       "as long as this may take. NCCL may look for them on another network interface than the one that connects them, "
       "which NCCL_SOCKET_IFNAME can name. NCCL_DEBUG=INFO lets it say what it does.";
-  communicator_ = std::make_unique<device::Communicator>(device_, id, team.topology().rank, team.topology().size,
-                                                         [&] { watch.look("connected the GPUs"); });
+  communicator_ =
+      std::make_unique<device::Communicator>(device_, id, rank, size, [&] { watch.look("connected the GPUs"); });
   run_courier([this] { serve(); });
 }
 
@@ -94,6 +108,7 @@ void NcclPlan::abandon() {
   pinned_numbers_.release();
   buckets_.release();
   sum_of_weights_.release();
+  if (between_) between_->abandon();
   for (const auto& memory : {memory_, numbers_}) new std::shared_ptr<std::byte>(memory);
 }
 
@@ -171,20 +186,27 @@ void NcclPlan::serve() {
     if (!stopping_) fail(std::current_exception());
     communicator_->abort();
   }
-  const std::lock_guard lock(mutex_);  // after an error there is no other step
-  turn_.reset();
 }
 
 void NcclPlan::step() {
   Watch watch{*this};
-  while (!has_turn()) watch.look("come to this step: that of a plan which was started before is not over");
-  const std::optional<double> mine = factor(watch);
-  for (const Bucket& bucket : plan_.layout().buckets()) {
-    while (!has_begun(bucket)) watch.look(nullptr);
-    enqueue(bucket, mine);
+  watch.until([&] { return has_turn(); }, "come to this step: that of a plan which was started before is not over");
+  const Weights weights = weigh(watch);
+  if (between_) between_->begin(weights.sum);
+  for (int b = 0; b < bucket_count(); ++b) {
+    watch.until([&] { return has_begun(bucket(b)); }, nullptr);
+    fill(b, weights.factor);
+    reduce(b, weights.factor);
+    if (!between_) give_back(b);
+  }
+  // Not before: what NCCL is given is in one order on all ranks, whatever comes first from other nodes.
+  for (int b = 0; between_ && b < bucket_count(); ++b) {
+    watch.until([&] { return between_->is_back(b); }, "sent the tensors to the other nodes, or not all nodes theirs");
+    gather(b);
+    give_back(b);
   }
   end_->record(stream_->handle());
-  while (!end_->is_over()) watch.look("reduced the tensors");
+  watch.until([&] { return end_->is_over(); }, "reduced the tensors");
   {
     const std::lock_guard lock(mutex_);
     over_ = true;
@@ -205,10 +227,9 @@ bool NcclPlan::has_begun(const Bucket& bucket) {
   return true;
 }
 
-// By what this rank's values are multiplied; none: they are added up as they are.
-std::optional<double> NcclPlan::factor(Watch& watch) {
-  if (plan_.op() == Op::sum) return std::nullopt;
-  if (!plan_.is_weighted()) return 1.0 / team_.topology().size;
+NcclPlan::Weights NcclPlan::weigh(Watch& watch) {
+  if (plan_.op() == Op::sum) return {};
+  if (!plan_.is_weighted()) return {1.0 / communicator_->size()};
   DeviceWeight weight;
   {
     const std::lock_guard lock(mutex_);
@@ -216,7 +237,7 @@ std::optional<double> NcclPlan::factor(Watch& watch) {
   }
   double mine = weight.number;
   if (weight.at != 0) {
-    while (!came_->is_over()) watch.look("computed this rank's weight");
+    watch.until([&] { return came_->is_over(); }, "computed this rank's weight");
     float number;
     std::memcpy(&number, numbers_.get() + kFromDevice, sizeof number);
     std::memcpy(&mine, numbers_.get() + kFromDevice, sizeof mine);
@@ -231,41 +252,67 @@ std::optional<double> NcclPlan::factor(Watch& watch) {
   device_.check(api.copy_to_host(numbers_.get() + kSum, on_device, sizeof mine, stream_->handle()),
                 "cuMemcpyDtoHAsync");
   came_->record(stream_->handle());
-  while (!came_->is_over()) watch.look("added up the ranks' weights");
+  watch.until([&] { return came_->is_over(); }, "added up the ranks' weights");
   double sum;
   std::memcpy(&sum, numbers_.get() + kSum, sizeof sum);
-  return sum > 0 ? mine / sum : 0.0;
+  return {sum > 0 ? mine / sum : 0.0, sum};
 }
 
-void NcclPlan::enqueue(const Bucket& bucket, std::optional<double> factor) {
+// Calls f(tensor, where its part of the bucket is on the device and on the host, its place in the tensor, its bytes).
+template <class F>
+void NcclPlan::for_parts(int number, F&& f) {
+  const Bucket& its = bucket(number);
+  for (int t = its.first; t <= its.last; ++t) {
+    const Range part = plan_.layout().part(t, {its.begin, its.end});
+    if (!part.empty())
+      f(of(t), memory_of(number) + (part.begin - its.begin), memory_.get() + part.begin,
+        part.begin - plan_.layout().range(t).begin, part.size());
+  }
+}
+
+void NcclPlan::fill(int number, std::optional<double> factor) {
   const device::Api& api = device_.api();
   device::StreamHandle const stream = stream_->handle();
-  const size_t size = size_of(bucket.dtype), nbytes = bucket.end - bucket.begin;
-  const auto for_parts = [&](auto&& f) {
-    for (int t = bucket.first; t <= bucket.last; ++t) {
-      const Range part = plan_.layout().part(t, {bucket.begin, bucket.end});
-      if (!part.empty()) f(of(t), part, part.begin - plan_.layout().range(t).begin);
-    }
-  };
-  // A rank without samples: its values may be NaN.
+  // A rank without samples: its values may be NaN. Buckets are of whole lines.
   if (factor == 0.0)
-    device_.check(api.set_words(in_bucket(bucket.begin), 0, (nbytes + 3) / 4, stream), "cuMemsetD32Async");
-  for_parts([&](Tensor& t, const Range& part, size_t offset) {
+    device_.check(api.set_words(memory_of(number), 0, (bucket(number).end - bucket(number).begin) / 4, stream),
+                  "cuMemsetD32Async");
+  for_parts(number, [&](Tensor& t, device::Pointer to, std::byte* host, size_t offset, size_t nbytes) {
     if (t.data != 0) t.ready.make_wait(stream);
     if (factor == 0.0) return;
     if (t.data != 0)
-      device_.check(api.copy_within(in_bucket(part.begin), t.data + offset, part.size(), stream), "cuMemcpyDtoDAsync");
+      device_.check(api.copy_within(to, t.data + offset, nbytes, stream), "cuMemcpyDtoDAsync");
     else
-      device_.check(api.copy_to_device(in_bucket(part.begin), memory_.get() + part.begin, part.size(), stream),
-                    "cuMemcpyHtoDAsync");
+      device_.check(api.copy_to_device(to, host, nbytes, stream), "cuMemcpyHtoDAsync");
   });
-  communicator_->all_reduce(in_bucket(bucket.begin), nbytes / size, bucket.dtype, factor, stream);
-  for_parts([&](Tensor& t, const Range& part, size_t offset) {
+}
+
+void NcclPlan::reduce(int number, std::optional<double> factor) {
+  const DType dtype = bucket(number).dtype;
+  const device::Pointer data = memory_of(number);
+  const size_t each = part_bytes(bucket(number), communicator_->size()) / size_of(dtype);
+  if (!between_)
+    return communicator_->all_reduce(data, (bucket(number).end - bucket(number).begin) / size_of(dtype), dtype, factor,
+                                     stream_->handle());
+  communicator_->reduce_scatter(data, each, dtype, factor, stream_->handle());
+  between_->leave(number, communicator_->part_of(data, each, dtype), stream_->handle());
+}
+
+void NcclPlan::gather(int number) {
+  const DType dtype = bucket(number).dtype;
+  const size_t each = part_bytes(bucket(number), communicator_->size()) / size_of(dtype);
+  between_->come_back(number, communicator_->part_of(memory_of(number), each, dtype), stream_->handle());
+  communicator_->all_gather(memory_of(number), each, dtype, stream_->handle());
+}
+
+void NcclPlan::give_back(int number) {
+  const device::Api& api = device_.api();
+  device::StreamHandle const stream = stream_->handle();
+  for_parts(number, [&](Tensor& t, device::Pointer from, std::byte* host, size_t offset, size_t nbytes) {
     if (t.data != 0)
-      device_.check(api.copy_within(t.data + offset, in_bucket(part.begin), part.size(), stream), "cuMemcpyDtoDAsync");
+      device_.check(api.copy_within(t.data + offset, from, nbytes, stream), "cuMemcpyDtoDAsync");
     else
-      device_.check(api.copy_to_host(memory_.get() + part.begin, in_bucket(part.begin), part.size(), stream),
-                    "cuMemcpyDtoHAsync");
+      device_.check(api.copy_to_host(host, from, nbytes, stream), "cuMemcpyDtoHAsync");
   });
 }
 

@@ -110,6 +110,7 @@ bool AllreduceCall::can(Path path, const void* data, size_t count, DType dtype, 
     case Path::library:
       return meeting_->channel().can_allreduce(dtype, op == Op::mean ? Op::sum : op);
     case Path::nccl:
+    case Path::hierarchical:
     case Path::unknown:
       return true;
   }
@@ -160,6 +161,7 @@ void AllreduceCall::take(Path path, const Buffer& b) {
     case Path::library:
       return library(b);
     case Path::nccl:
+    case Path::hierarchical:
     case Path::unknown: {
       const bool in_area = area_of(b.data, b.nbytes()) != nullptr;
       meeting_->post(tagged(b.signature, in_area), 0);  // other nodes compare only that

@@ -95,6 +95,7 @@ class Plan {
   const Layout& layout() const { return layout_; }
   Op op() const { return op_; }
   bool is_weighted() const { return weighted_; }
+  std::optional<DType> wire() const { return wire_; }
   uint64_t step() const { return step_.load(std::memory_order_relaxed); }
   const std::vector<Algorithm>& algorithms() const { return algorithms_; }
   // Of this rank's tensors, at their places in the layout, if they live in the segment; it may outlive the plan.

@@ -170,17 +170,18 @@ EXPORT int cuMemAlloc_v2(uint64_t* pointer, size_t n) {
   return 0;
 }
 EXPORT int cuMemFree_v2(uint64_t pointer) {
-  ENTER("cuMemFree", true);
+  const int error = enter("cuMemFree", true);
   need_context("cuMemFree");
   fake_free(pointer);
-  return 0;
+  return error;
 }
-EXPORT int cuMemHostRegister_v2(void* data, size_t n, unsigned) {
+EXPORT int cuMemHostRegister_v2(void* data, size_t n, unsigned flags) {
   if (const int error = enter("cuMemHostRegister", true); error != 0) {
     pageable = true;
     return error;
   }
   need_context("cuMemHostRegister");
+  if (flags != 1) die("memory is pinned for this context only");
   const auto begin = reinterpret_cast<uintptr_t>(data);
   if (begin % 4096 != 0 || n % 4096 != 0) die("cuMemHostRegister of parts of pages");
   const std::lock_guard lock(world);

@@ -13,6 +13,7 @@ EXPORT void fake_reset(int device_count, int delay) {
   any_pointer = slow_back = pageable = in_step = hung = back_hangs = false;
   failing = "";
   faults = 0;
+  lost_device = -1;
   calls.clear();
 }
 // The GPUs of the node that this process sees.
@@ -32,6 +33,11 @@ EXPORT void fake_fail(const char* name, int after) {
   const std::lock_guard lock(world);
   failing = name;
   failing_after = after;
+}
+// After so many more calls that are about this device, all of them fail.
+EXPORT void fake_lose(int device, int after) {
+  calls_until_lost = after;
+  lost_device = device;
 }
 // From now on the places are known from which order is asked for: see fake_sites.hpp.
 EXPORT void fake_watch(int yes) {

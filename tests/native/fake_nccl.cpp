@@ -22,11 +22,16 @@
 #include <thread>
 #include <vector>
 
+#include "fake_nccl_numbers.hpp"
+
 #define EXPORT extern "C" __attribute__((visibility("default")))
+
+using namespace fake_nccl;
 
 namespace {
 
-constexpr int kSuccess = 0, kSystemError = 2, kInternalError = 3, kInvalidArgument = 4, kInvalidUsage = 5;
+constexpr int kSuccess = 0, kSystemError = 2, kInternalError = 3, kInvalidArgument = 4, kInvalidUsage = 5,
+              kInProgress = 7;
 constexpr int kSum = 0, kFirstProduct = 5;
 constexpr int kMostRanks = 8;
 constexpr size_t kSlotBytes = 64 << 10;
@@ -34,11 +39,6 @@ constexpr size_t kSlotBytes = 64 << 10;
 struct Id {
   char name[128];
 };
-
-[[noreturn]] void die(const std::string& why) {
-  std::fprintf(stderr, "fake NCCL: %s\n", why.c_str());
-  std::abort();
-}
 
 // Of the fake driver.
 template <class Function>
@@ -49,8 +49,11 @@ Function* of_driver(const char* name) {
   return reinterpret_cast<Function*>(found);
 }
 
+enum class Kind { all_reduce, reduce_scatter, all_gather };
+
 struct Call {
-  size_t count;
+  Kind kind;
+  size_t count;  // all_gather: of each rank
   int dtype;
   bool multiplies;
 };
@@ -112,68 +115,6 @@ std::shared_ptr<Comm> find(void* handle) {
   return it->second;
 }
 
-size_t size_of(int dtype) {
-  switch (dtype) {
-    case 6:
-    case 9:
-      return 2;
-    case 2:
-    case 7:
-      return 4;
-    case 4:
-    case 8:
-      return 8;
-    default:
-      die("an unknown type");
-  }
-}
-
-template <class T>
-T load(const std::byte* from) {
-  T value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
-}
-template <class T>
-void store(std::byte* to, T value) {
-  std::memcpy(to, &value, sizeof value);
-}
-
-double number(int dtype, const std::byte* from) {
-  switch (dtype) {
-    case 6:
-      return static_cast<double>(load<_Float16>(from));
-    case 7:
-      return load<float>(from);
-    case 8:
-      return load<double>(from);
-    default: {
-      const uint32_t bits = static_cast<uint32_t>(load<uint16_t>(from)) << 16;
-      return load<float>(reinterpret_cast<const std::byte*>(&bits));
-    }
-  }
-}
-
-void put(int dtype, std::byte* to, double value) {
-  switch (dtype) {
-    case 6:
-      return store(to, static_cast<_Float16>(value));
-    case 7:
-      return store(to, static_cast<float>(value));
-    case 8:
-      return store(to, value);
-    default: {
-      uint32_t bits =
-          load<uint32_t>(reinterpret_cast<std::byte*>(std::vector<float>{static_cast<float>(value)}.data()));
-      if ((bits & 0x7fffffff) > 0x7f800000)
-        bits |= 0x400000;  // NaN stays NaN
-      else
-        bits += 0x7fff + (bits >> 16 & 1);
-      return store(to, static_cast<uint16_t>(bits >> 16));
-    }
-  }
-}
-
 struct Kernel {
   std::shared_ptr<Comm> comm;
   std::byte* data;
@@ -189,6 +130,29 @@ bool await(const Comm& comm, const std::atomic<uint64_t>* counters, uint64_t val
   return true;
 }
 
+// What rank r has put into its slot is the values from `begin` on, `n` of them.
+void take(const Kernel& kernel, size_t begin, size_t n) {
+  const Comm& comm = *kernel.comm;
+  const Shared& shared = *comm.shared;
+  const int dtype = kernel.call.dtype;
+  const size_t size = size_of(dtype);
+  if (kernel.call.kind == Kind::all_gather) {
+    for (int r = 0; r < comm.size; ++r)
+      std::memcpy(kernel.data + (static_cast<size_t>(r) * kernel.call.count + begin) * size, shared.slot[r], n * size);
+    return;
+  }
+  std::byte* data = kernel.data + begin * size;
+  const size_t each = kernel.call.count / static_cast<size_t>(comm.size);
+  for (size_t i = 0; i < n; ++i) {
+    std::memcpy(data + i * size, shared.slot[0] + i * size, size);
+    for (int r = 1; r < comm.size; ++r)
+      put(dtype, data + i * size, number(dtype, data + i * size) + number(dtype, shared.slot[r] + i * size));
+    // The other ranks' parts of what is scattered are of no use to this one.
+    if (kernel.call.kind == Kind::reduce_scatter && (begin + i) / each != static_cast<size_t>(comm.rank))
+      std::memset(data + i * size, 0xff, size);
+  }
+}
+
 void reduce(const Kernel& kernel) {
   Comm& comm = *kernel.comm;
   Shared& shared = *comm.shared;
@@ -196,7 +160,8 @@ void reduce(const Kernel& kernel) {
   const size_t size = size_of(dtype), at_once = kSlotBytes / size;
   for (size_t begin = 0; begin < kernel.call.count; begin += at_once, ++comm.turn) {
     const size_t n = std::min(at_once, kernel.call.count - begin);
-    std::byte* data = kernel.data + begin * size;
+    const size_t mine = kernel.call.kind == Kind::all_gather ? static_cast<size_t>(comm.rank) * kernel.call.count : 0;
+    const std::byte* data = kernel.data + (mine + begin) * size;
     if (!await(comm, shared.done, comm.turn)) return;
     for (size_t i = 0; i < n; ++i)
       put(dtype, shared.slot[comm.rank] + i * size, number(dtype, data + i * size) * kernel.factor);
@@ -205,14 +170,11 @@ void reduce(const Kernel& kernel) {
     if (!await(comm, shared.arrived, comm.turn + 1)) return;
     for (int r = 0; r < comm.size; ++r) {
       const Call& other = shared.call[r];
-      if (other.count != kernel.call.count || other.dtype != dtype || other.multiplies != kernel.call.multiplies)
+      if (other.kind != kernel.call.kind || other.count != kernel.call.count || other.dtype != dtype ||
+          other.multiplies != kernel.call.multiplies)
         die("ranks make different calls");
     }
-    for (size_t i = 0; i < n; ++i) {
-      std::memcpy(data + i * size, shared.slot[0] + i * size, size);
-      for (int r = 1; r < comm.size; ++r)
-        put(dtype, data + i * size, number(dtype, data + i * size) + number(dtype, shared.slot[r] + i * size));
-    }
+    take(kernel, begin, n);
     shared.done[comm.rank] = comm.turn + 1;
   }
 }
@@ -239,6 +201,32 @@ void run(void* argument) {
   const Room room(*kernel->comm);
   if (!kernel->comm->aborted) reduce(*kernel);
   --kernel->comm->under_way;
+}
+
+int push(const Call& call, const void* memory, size_t count, int op, void* handle, void* stream) {
+  const auto comm = find(handle);
+  double factor = 1;
+  if (op >= kFirstProduct) {
+    const auto index = static_cast<size_t>(op - kFirstProduct);
+    if (index >= comm->products.size()) return kInvalidArgument;
+    const Product& product = comm->products[index];
+    if (product.destroyed || product.dtype != call.dtype) return kInvalidArgument;
+    factor = product.factor;
+  } else if (op != kSum) {
+    die("an operation that is not known here");
+  }
+  void* data = of_driver<void*(uint64_t, size_t)>("fake_behind")(reinterpret_cast<uint64_t>(memory),
+                                                                 count * size_of(call.dtype));
+  if (data == nullptr) die("memory that is not the device's is to be reduced");
+  ++comm->under_way;
+  auto* kernel = new Kernel{comm, static_cast<std::byte*>(data), call, factor};
+  of_driver<void(void*, void (*)(void*), void*)>("fake_push")(stream, &run, kernel);
+  return kSuccess;
+}
+
+void check_in_place(const void* whole, const void* part, size_t each, int dtype, void* handle) {
+  const size_t before = static_cast<size_t>(find(handle)->rank) * each * size_of(dtype);
+  if (static_cast<const std::byte*>(whole) + before != part) die("only parts in place are known here");
 }
 
 }  // namespace
@@ -333,32 +321,27 @@ EXPORT int ncclCommAbort(void* handle) {
 }
 EXPORT int ncclCommGetAsyncError(void* handle, int* result) {
   if (const int error = enter("ncclCommGetAsyncError"); error != 0) return error;
-  const int rank = find(handle)->rank;
+  const auto comm = find(handle);
   const std::lock_guard lock(world);
-  *result = rank == broken_rank ? broken_result : kSuccess;
+  *result = comm->rank == broken_rank ? broken_result : comm->under_way > 0 ? kInProgress : kSuccess;
   return kSuccess;
 }
 EXPORT int ncclAllReduce(const void* from, void* to, size_t count, int dtype, int op, void* handle, void* stream) {
   if (const int error = enter("ncclAllReduce"); error != 0) return error;
-  const auto comm = find(handle);
   if (from != to) die("only sums in place are known here");
-  double factor = 1;
-  if (op >= kFirstProduct) {
-    const auto index = static_cast<size_t>(op - kFirstProduct);
-    if (index >= comm->products.size()) return kInvalidArgument;
-    const Product& product = comm->products[index];
-    if (product.destroyed || product.dtype != dtype) return kInvalidArgument;
-    factor = product.factor;
-  } else if (op != kSum) {
-    die("an operation that is not known here");
-  }
-  void* data =
-      of_driver<void*(uint64_t, size_t)>("fake_behind")(reinterpret_cast<uint64_t>(to), count * size_of(dtype));
-  if (data == nullptr) die("ncclAllReduce of memory that is not the device's");
-  ++comm->under_way;
-  auto* kernel = new Kernel{comm, static_cast<std::byte*>(data), {count, dtype, op >= kFirstProduct}, factor};
-  of_driver<void(void*, void (*)(void*), void*)>("fake_push")(stream, &run, kernel);
-  return kSuccess;
+  return push({Kind::all_reduce, count, dtype, op >= kFirstProduct}, to, count, op, handle, stream);
+}
+EXPORT int ncclReduceScatter(const void* from, void* to, size_t each, int dtype, int op, void* handle, void* stream) {
+  if (const int error = enter("ncclReduceScatter"); error != 0) return error;
+  const size_t all = each * static_cast<size_t>(find(handle)->size);
+  check_in_place(from, to, each, dtype, handle);
+  return push({Kind::reduce_scatter, all, dtype, op >= kFirstProduct}, from, all, op, handle, stream);
+}
+EXPORT int ncclAllGather(const void* from, void* to, size_t each, int dtype, void* handle, void* stream) {
+  if (const int error = enter("ncclAllGather"); error != 0) return error;
+  const size_t all = each * static_cast<size_t>(find(handle)->size);
+  check_in_place(to, from, each, dtype, handle);
+  return push({Kind::all_gather, each, dtype, false}, to, all, kSum, handle, stream);
 }
 EXPORT int ncclRedOpCreatePreMulSum(int* op, const void* factor, int dtype, int where, void* handle) {
   if (const int error = enter("ncclRedOpCreatePreMulSum"); error != 0) return error;

@@ -85,7 +85,9 @@ def pytest_sessionfinish(session, exitstatus):
         assert (_of_two_streams == []) == alone
     if "TESTS_FAKE_NCCL" in os.environ:
         by_nccl = "TESTS_SHARED_GPU" not in os.environ or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-        assert (_nccl.fake_nccl_calls(b"ncclAllReduce") > 0) == by_nccl
+        within_nodes = "hierarchical" in os.environ["KERAS_HPC_ALLREDUCE"]
+        call = b"ncclReduceScatter" if within_nodes else b"ncclAllReduce"
+        assert (_nccl.fake_nccl_calls(call) > 0) == by_nccl
         return
     for copy in (b"cuMemcpyDtoHAsync", b"cuMemcpyHtoDAsync"):
         assert (_fake.fake_calls(copy) == 0) == alone
