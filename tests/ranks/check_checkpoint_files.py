@@ -318,7 +318,7 @@ def test_every_rank_needs_it(folder):
     with pytest.raises(ValueError, match="Checkpoint is collective"):
         model.fit(X, Y, verbose=0, callbacks=given)
     given = [keras_hpc.callbacks.Checkpoint(folder, every_steps=2 + (job().rank == 1))]
-    with pytest.raises(ValueError, match="the same `every_steps` and `keep` on every rank. Received: every_steps=[23]"):
+    with pytest.raises(ValueError, match=r"the same `every_steps` and `keep` on .* Received: every_steps=[23]"):
         model.fit(X, Y, verbose=0, callbacks=given)
 
 

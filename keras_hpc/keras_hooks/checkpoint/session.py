@@ -73,7 +73,7 @@ class Session:
         if (most[2:4] != -most[4:]).any():
             raise ValueError(
                 "Checkpoint is collective. Expected the same `every_steps` and `keep` on every rank. Received: "
-                f"every_steps={numbers[0] or None}, keep={numbers[1]} on rank {team.rank} of the team, and others on others"
+                f"every_steps={numbers[0] or None}, keep={numbers[1]} on rank {team.rank}, and others on another rank"
             )
 
     def __enter__(self) -> Session:
