@@ -52,7 +52,8 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
     Raises:
         OSError: from `fit`, on all ranks: nothing can be written there, or the disk is too full, before training if
             that is known then, else within about a second. A checkpoint that could not be written leaves those before.
-        ValueError: from `fit`, on all ranks: the checkpoint is of another model or backend.
+        ValueError: from `fit`, on all ranks: the checkpoint is of another model, optimizer or backend, or in a newer
+            format.
 
     Example:
     ```python
@@ -102,7 +103,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
         Raises:
             OSError: on all ranks: nothing can be written in the folder, or all checkpoints are damaged.
-            ValueError: on all ranks: the checkpoint is of other models, or of a `fit`.
+            ValueError: on all ranks: the checkpoint is of other models or optimizers, of a `fit`, or in a newer format.
         """
         return current.job().checkpoints.restore(self, models)
 

@@ -156,6 +156,19 @@ def test_a_script_that_exits_with_a_number_like_a_signals_is_not_a_lost_rank(tmp
     assert not _lost_a_rank(9, supervised.reasons(tmp_path))
 
 
+def test_a_script_that_leaves_at_once_is_not_a_lost_rank(tmp_path):
+    """Of `os._exit` others see what they see of a rank that was killed; but not every child that is forked is one."""
+    code = "import os\nfrom keras_hpc.job.exit import Guard\nGuard(None, 1, 2)\n"
+    code += (
+        "if os.fork() == 0: os._exit(7)\nos.wait(); print(os.listdir(os.environ['KERAS_HPC_RUN_NOTES'])); os._exit(9)"
+    )
+    environment = child_environment(lean=True) | {supervised.NAME: str(tmp_path)}
+    done = subprocess.run([sys.executable, "-uc", code], capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stdout) == (9, "[]\n"), done.stderr
+    assert supervised.reasons(tmp_path) == ["os._exit(9)"]
+    assert not _lost_a_rank(9, ["os._exit(9)", "uncaught CommunicationError: rank 1 (node1, process 7) has ended"])
+
+
 def test_a_signal_between_two_jobs_ends_them():
     class Slow(Machine):
         def without(self, now, reasons):

@@ -12,6 +12,7 @@ import numpy as np
 
 from keras_hpc import backends
 from keras_hpc.api import values
+from keras_hpc.errors import ReplicaMismatchError
 from keras_hpc.job.current import team_number
 from keras_hpc.job.team import Team
 
@@ -154,11 +155,14 @@ def check_replicas(model: Any, team: int = 0) -> None:
     rank takes from its own data (BatchNormalization) are the same after each epoch of `fit` and after `evaluate`.
 
     Raises:
-        ReplicaMismatchError: on all ranks, naming the first variable that differs, and the ranks.
+        ReplicaMismatchError: on all ranks, naming the first variable that differs, and the ranks; or one of them alone
+            has loaded or set the state of a sharded optimizer.
     """
     from keras_hpc.keras_hooks import replicas, variables
+    from keras_hpc.keras_hooks.sharded import whole
 
     members = team_number(team)
+    whole.check_loaded_alike(model, ReplicaMismatchError)
     own = [*variables.replicated_variables(model), *variables.common_buffers(model)]
     variables.check_same(members, own)
     replicas.compare(members, own, [variable.value for variable in own])

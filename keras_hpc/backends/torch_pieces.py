@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch: pieces of variables, updated and received where the variables are."""
+"""PyTorch: pieces of variables, updated and received where the variables are, if those lie in rows.
+
+A kernel that begins orthogonal, as recurrent ones do, lies in columns, and stays so: sums over it, and products with
+it, have other bits than of one in rows.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,17 +16,18 @@ from keras_hpc.backends.torch_tensors import dtype_of
 LEAVES_OUT_UNUSED = False
 
 
+def _value(variable: Any) -> torch.Tensor:
+    value: torch.Tensor = variable.value if hasattr(variable, "value") else variable
+    return value.detach()
+
+
 def _elements(variable: Any) -> torch.Tensor:
-    """Return all elements of a variable on one axis, in its own memory."""
-    value = variable.value if hasattr(variable, "value") else variable
-    if not value.is_contiguous():
-        value.data = value.data.contiguous()
-    flat: torch.Tensor = value.detach().view(-1)
-    return flat
+    """Return all elements of a variable on one axis: in its own memory, or copied where they do not lie in rows."""
+    return _value(variable).reshape(-1)
 
 
 def load_piece(stand_in: Any, variable: Any, piece: Any) -> None:
-    """Let a stand-in have a piece of a variable: what changes the one changes the other."""
+    """Let a stand-in have a piece of a variable: what changes the one changes the other, unless it is a copy."""
     stand_in._value = _elements(variable)[piece.start : piece.stop].view(piece.shape)
 
 
@@ -33,6 +38,9 @@ def let_go(stand_in: Any) -> None:
 
 def piece_to_give(variable: Any, stand_in: Any, piece: Any) -> torch.Tensor:
     """Return a piece that this rank has updated."""
+    if stand_in is not variable and not _value(variable).is_contiguous():
+        updated: torch.Tensor = stand_in._value.view(-1)
+        return updated
     return _elements(variable)[piece.start : piece.stop]
 
 
@@ -62,4 +70,7 @@ def gather(plan: Any, pieces: Sequence[torch.Tensor], active: Any = None) -> Seq
 
 
 def put_pieces(variable: Any, pieces: Sequence[torch.Tensor]) -> None:
-    """Do nothing: the pieces are where they belong."""
+    """Let a variable have all its pieces, if they are not where they belong."""
+    value = _value(variable)
+    if not value.is_contiguous():
+        value.copy_(torch.cat(list(pieces)).view(value.shape))

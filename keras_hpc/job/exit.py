@@ -19,7 +19,7 @@ import threading
 import time
 import types
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 from keras_hpc.job import supervised
 from keras_hpc.job.current import Job
@@ -35,7 +35,9 @@ _REASON_CHARACTERS = 500
 
 
 class Guard:
-    """Watches over uncaught exceptions and `sys.exit` of this process, from the start of MPI until all ranks leave.
+    """Watches over how this process ends, from the start of MPI until all ranks leave.
+
+    That is uncaught exceptions, `sys.exit` and `os._exit`.
 
     Args:
         comm: the mpi4py communicator of the job, or None where there is no MPI.
@@ -52,13 +54,13 @@ class Guard:
         self.watchdog: Any = None
         self._comm, self._rank = comm, rank
         self._process = os.getpid()
-        self._previous: tuple[Any, Any] | None = None
+        self._previous: tuple[Any, Any, Any] | None = None
         self._exits: list[weakref.ref[Any]] = []
         if size > 1:
             self._install()
 
     def _install(self) -> None:
-        self._previous = previous_hook, _ = sys.excepthook, sys.exit
+        self._previous = previous_hook, _, exit_at_once = sys.excepthook, sys.exit, os._exit
 
         def excepthook(kind: type[BaseException], value: BaseException, trace: types.TracebackType | None) -> None:
             previous_hook(kind, value, trace)
@@ -74,7 +76,12 @@ class Guard:
                 self._note(error, 0 if code is None else code if isinstance(code, int) else 1)
             raise error
 
-        sys.excepthook, sys.exit = excepthook, exit_  # type: ignore[assignment]
+        def exit_at_once_(status: int) -> NoReturn:
+            if os.getpid() == self._process:  # by which the script ends; others see no more than that a rank has gone
+                supervised.end_with(self._rank, f"os._exit({status})")
+            exit_at_once(status)
+
+        sys.excepthook, sys.exit, os._exit = excepthook, exit_, exit_at_once_  # type: ignore[assignment]
 
     def _note(self, error: SystemExit, code: int) -> None:
         """Note the exit code once nobody can catch `error` any more.
@@ -98,7 +105,7 @@ class Guard:
     def remove(self) -> None:
         """Give `sys` back what it had."""
         if self._previous is not None:
-            sys.excepthook, sys.exit = self._previous
+            sys.excepthook, sys.exit, os._exit = self._previous
             self._previous = None
 
     def abort(self, code: int, reason: str) -> None:

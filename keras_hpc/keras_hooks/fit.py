@@ -292,7 +292,7 @@ def _on_train_begin(original: Method) -> Method:
             original(self, logs)
             return
         if call.active:
-            Session.check_everywhere(current.team_of(call.model), call.session is not None)
+            Session.check_everywhere(current.team_of(call.model), call.session)
         if call.session is not None:
             call.session.begin(self)
         original(self, logs)

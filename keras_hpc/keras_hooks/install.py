@@ -28,6 +28,7 @@ from keras_hpc.keras_hooks.checkpoint.loops import Checkpoints
 from keras_hpc.keras_hooks.sharded import opaque
 from keras_hpc.keras_hooks.sharded import update as sharded_update
 from keras_hpc.keras_hooks.sharded import whole as sharded_whole
+from keras_hpc.keras_hooks.virtual import beginning
 from keras_hpc.keras_hooks.virtual.states import States
 
 _MISSING = object()
@@ -96,6 +97,7 @@ def install(job: Any) -> None:
             parts,
             part_losses,
             fit,
+            beginning,
         ):
             part.install(job, _patcher)
     except BaseException:  # whatever it was, Keras must not stay half changed; raised again

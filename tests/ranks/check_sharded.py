@@ -108,6 +108,24 @@ def test_excluded_from_decay_and_constrained():
 
 
 @enough_on("torch")
+@pytest.mark.parametrize("name", ["lamb", *enough(["adam"])])  # whole, and cut
+def test_kernels_that_lie_in_columns(name):
+    """As PyTorch leaves orthogonal ones; in rows they would have other norms and products, in the last bits."""
+
+    def train():
+        model = compiled((OPTIMIZERS | MAIN)[name](), network(kernel_initializer="orthogonal"))
+        before = layout(model)
+        fit(model, epochs=6)
+        assert layout(model) == before
+        return model
+
+    def layout(model):
+        return [v.value.stride() for v in model.weights] if keras.backend.backend() == "torch" else None
+
+    assert_same_bits(train)
+
+
+@enough_on("torch")
 def test_constraints_hold_after_each_micro_batch():
     """Whoever updates a kernel constrains it, before others get it at the next update; the second one is cut."""
 

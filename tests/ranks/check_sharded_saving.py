@@ -81,6 +81,29 @@ def test_weights_of_an_optimizer_are_set(folder, whole):
         assert ended[0] == ended[1]
 
 
+@enough_on("torch")
+def test_one_rank_alone_sets_the_weights_of_an_optimizer(folder):
+    def last():
+        return keras_hpc.rank() == keras_hpc.size() - 1
+
+    with Job(True):
+        optimizer = adam()
+        model = fit(compiled(optimizer))
+        model.save(f"{folder}/before.keras")
+        state = whole_state(f"{folder}/before.keras")
+        own = [keras.ops.convert_to_numpy(variable) for variable in optimizer.variables]
+        for given in (state, own):
+            optimizer.set_weights(given)
+            keras_hpc.check_replicas(model)
+            if last():
+                optimizer.set_weights(given)  # the same once more
+            with pytest.raises(keras_hpc.ReplicaMismatchError, match="or set the same"):
+                keras_hpc.check_replicas(model)
+        optimizer.set_weights([value + last() if value.ndim else value for value in state])
+        with pytest.raises(ValueError, match="or set the same"):
+            fit(model)
+
+
 @enough_on()
 def test_saved_by_a_callback_of_one_rank(folder):
     with Job(True):

@@ -243,6 +243,20 @@ class Keeping(keras.layers.Layer):
         return y
 
 
+class Fading(keras.layers.Dense):
+    """Makes its kernel smaller, from the third step on."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False, name="steps")
+
+    def call(self, x, training=False):
+        if training:
+            self.kernel.assign(keras.ops.where(self.steps < 2, 1.0, 0.8) * self.kernel)
+            self.steps.assign_add(1)
+        return super().call(x)
+
+
 class Assigning(keras.callbacks.Callback):
     """Assigns to variables before each step, and lets the learning rate follow the loss."""
 
@@ -269,7 +283,8 @@ def test_what_layers_keep_and_what_callbacks_assign_and_read():
     def train(batch):
         keras.utils.set_random_seed(3)
         dense = keras.layers.SpectralNormalization(keras.layers.Dense(4))
-        model = keras.Sequential([keras.Input((36,)), Keeping(), dense, keras.layers.Dense(3, activation="softmax")])
+        layers = [Keeping(), dense, Fading(4, activation="tanh"), keras.layers.Dense(3, activation="softmax")]
+        model = keras.Sequential([keras.Input((36,)), *layers])
         model.compile(keras.optimizers.SGD(0.05), "sparse_categorical_crossentropy", metrics=["accuracy"])
         ours = Assigning()
         given = FIT | {"batch_size": batch, "callbacks": [ours], "shuffle": False}

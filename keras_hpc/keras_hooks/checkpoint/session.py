@@ -55,18 +55,25 @@ class Session:
         return cls(model, found[0]) if found else None
 
     @staticmethod
-    def check_everywhere(team: Any, here: bool) -> None:
-        """Raise unless all ranks of a team have a session, or none has. Collective on it.
+    def check_everywhere(team: Any, session: Session | None) -> None:
+        """Raise unless all ranks of a team have a session and save after the same steps, or none has. Collective on it.
 
         Raises:
-            ValueError: some have one.
+            ValueError: some have one, or others save at other times.
         """
-        flags = np.array([here, not here], np.int64)
-        team.allreduce(flags, op="max")
-        if flags.all():
+        here = session is not None
+        numbers = np.array([0, 0] if session is None else [session.every or 0, session.store.keep], np.int64)
+        most = np.concatenate([[here, not here], numbers, -numbers])
+        team.allreduce(most, op="max")
+        if most[:2].all():
             raise ValueError(
                 "Checkpoint is collective. Expected it among the callbacks of every rank, without an `if "
                 f"keras_hpc.rank() == 0:`. Received: {'a' if here else 'no'} Checkpoint on rank {team.rank} of the team"
+            )
+        if (most[2:4] != -most[4:]).any():
+            raise ValueError(
+                "Checkpoint is collective. Expected the same `every_steps` and `keep` on every rank. Received: "
+                f"every_steps={numbers[0] or None}, keep={numbers[1]} on rank {team.rank}, and others on another rank"
             )
 
     def __enter__(self) -> Session:

@@ -23,7 +23,7 @@ from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import bytes_of, dtype_of
 from keras_hpc.keras_hooks import delayed, local_states, variables
-from keras_hpc.keras_hooks.checkpoint import random_states, shared_out, tensors
+from keras_hpc.keras_hooks.checkpoint import likeness, random_states, shared_out, tensors
 from keras_hpc.keras_hooks.checkpoint.places import Places
 from keras_hpc.keras_hooks.checkpoint.shared_out import Slots
 from keras_hpc.keras_hooks.variables import standard_dtype
@@ -125,6 +125,7 @@ def take(trained: Trained, places: Places, memory: Memory) -> tuple[dict[str, An
         "virtual_ranks": None if virtual is None else virtual.count,
         "parts": team.parts,
         "backend": keras.backend.backend(),
+        "optimizers": likeness.optimizers_of(trained.models),
         "variables": [_described(variable, slots) for variable in common],
         "own": [[name, kind, array.dtype.name, list(array.shape)] for name, kind, array in own],
         "differing": differing,
@@ -170,8 +171,11 @@ def _whole_variables(arrays: dict[str, np.ndarray]) -> dict[int, list[np.ndarray
     return {index: [array for _, array in sorted(pieces, key=lambda p: p[0])] for index, pieces in found.items()}
 
 
-def check(trained: Trained, facts: dict[str, Any]) -> None:
+def check(trained: Trained, facts: dict[str, Any]) -> str:
     """Raise unless models are like those that `take` described.
+
+    Returns:
+        What is to be said, or nothing.
 
     Raises:
         ValueError: naming the first difference.
@@ -188,29 +192,23 @@ def check(trained: Trained, facts: dict[str, Any]) -> None:
             "The checkpoint was made with other virtual ranks. Expected init(virtual_ranks="
             f"{facts.get('virtual_ranks')}), or another path, which begins anew. Received: virtual_ranks={here}"
         )
+    optimizers = likeness.optimizers_of(trained.models)
+    likeness.check_optimizers(facts.get("optimizers", optimizers), optimizers)  # older ones do not say
     local_states.expect(trained.models, facts.get("local", ()))
     saved = {kind for _, kind, *_ in facts["own"]}
     if _BUFFER not in saved and variables.buffers(*trained.models):
         current.notice("Checkpoint: an older one, without buffers of modules of PyTorch: they stay as they are here")
     own = [_described(v, {}) for kind, v in _own_variables(trained) if kind != _BUFFER or kind in saved]
-    theirs = [(f"`{path}` of", dtype, shape) for path, dtype, shape in facts["variables"]]
-    theirs += [
-        (f"`{name}` of", dtype, shape[1:] if kind == _PARTS else shape)
-        for name, kind, dtype, shape in facts["own"]
-        if kind not in (_RANDOM, _SENT)
+    theirs = [
+        *facts["variables"],
+        *(
+            [name, dtype, shape[1:] if kind == _PARTS else shape]
+            for name, kind, dtype, shape in facts["own"]
+            if kind not in (_RANDOM, _SENT)
+        ),
     ]
     slots = shared_out.slots_of(trained.models)
-    mine = [(f"`{p}` of", d, s) for p, d, s in [*(_described(v, slots) for v in _common_variables(trained)), *own]]
-    nothing: tuple[str, str, list[int]] = ("no variable", "", [])
-    for index in range(max(len(mine), len(theirs))):
-        a, b = (x[index] if index < len(x) else nothing for x in (theirs, mine))
-        if a[1:] != b[1:]:
-            raise ValueError(
-                "The checkpoint is of another model, optimizer or metrics, or what it holds is not built yet. Expected "
-                "the same model, compiled alike; where Keras cannot build it from data, build model and optimizer "
-                "before `fit`. Another path begins anew. Received: "
-                f"variable {index} is {_text(a)} in the checkpoint and {_text(b)} here"
-            )
+    return likeness.check_variables(theirs, [*(_described(v, slots) for v in _common_variables(trained)), *own])
 
 
 def put_back(trained: Trained, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
@@ -375,11 +373,6 @@ def _shape_of(variable: Any, slots: Slots) -> list[int]:
 
 def _described(variable: Any, slots: Slots) -> list[Any]:
     return [variable.path, standard_dtype(variable), _shape_of(variable, slots)]
-
-
-def _text(described: tuple[str, str, list[int]]) -> str:
-    name, dtype, shape = described
-    return f"{name} {dtype}{shape}" if dtype else name
 
 
 def _size_of(variable: Any, slots: Slots | None = None) -> int:

@@ -41,6 +41,10 @@ class DamagedError(Exception):
     """A checkpoint is not as it was written."""
 
 
+class NewerError(Exception):
+    """A checkpoint was written by a newer keras_hpc."""
+
+
 class AbandonedError(Exception):
     """The other ranks have given up a checkpoint."""
 
@@ -192,6 +196,8 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any], dict[str, np.ndarray], l
 
     Raises:
         OSError: there are checkpoints, but all are damaged.
+        NewerError: one is in a newer format. It stays as it is, and training must not go on from an older one, as the
+            newest ones only are kept.
     """
     said: list[str] = []
     damaged: list[Path] = []
@@ -215,8 +221,13 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         manifest = json.loads((path / _MANIFEST).read_bytes())
         if manifest["format"] == 1:
             return _read_first_format(path, manifest)
+        if manifest["format"] > _FORMAT:
+            raise NewerError(
+                f"{path} was written by a newer keras_hpc. Expected format {_FORMAT} or older; or another path, which "
+                f"begins anew. Received: format {manifest['format']}"
+            )
         if manifest["format"] != _FORMAT:
-            raise DamagedError(f"expected format {_FORMAT} or older, found {manifest['format']}")
+            raise DamagedError(f"there is no format {manifest['format']}")
         body = manifest["body"]
         if manifest["body_crc32"] != _crc(body):
             raise DamagedError("the manifest is not as it was written")

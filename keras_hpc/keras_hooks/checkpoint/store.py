@@ -51,7 +51,7 @@ class Store:
 
         Raises:
             OSError: on all ranks: nothing can be written there, the disk is too full, all checkpoints are damaged.
-            ValueError: on all ranks: the checkpoint is of another kind or of other models.
+            ValueError: on all ranks: the checkpoint is of another kind or of other models, or in a newer format.
         """
         error = ""
         if self.team.rank == 0:
@@ -80,7 +80,11 @@ class Store:
             raise ValueError(
                 f"{self.folder} holds checkpoints of another program. Expected a {kind}. Received: {saved}"
             )
-        snapshot.check(self.trained, facts["model"])
+        with self.team.telling("Checkpoint: is it of this model"):
+            said = snapshot.check(self.trained, facts["model"])
+        self.team.meet("Checkpoint: is it of this model")
+        if said:
+            self.say(said)
         self.found, self.newest = (facts, arrays), facts["done"]
         path = outcome["path"]
         return str(path)
@@ -90,6 +94,7 @@ class Store:
 
         Raises:
             OSError: on all ranks: all that there are are damaged.
+            ValueError: on all ranks: one is in a newer format.
         """
         assert self._places is not None  # noqa: S101
         outcome: dict[str, Any] = {"done": -1}
@@ -100,11 +105,17 @@ class Store:
                 if found is not None:
                     path, facts, arrays, said = found
                     outcome = {"done": facts["done"], "facts": facts, "said": said, "path": str(path)}
+            except storage.NewerError as error:
+                outcome["newer"] = str(error)
             except OSError as error:
                 outcome["error"] = str(error)
         everyone = self.team.allgather_object(
-            {key: value for key, value in outcome.items() if key in ("done", "error")}, "Checkpoint: the newest"
+            {key: value for key, value in outcome.items() if key in ("done", "error", "newer")},
+            "Checkpoint: the newest",
         )
+        newer = [one["newer"] for one in everyone if "newer" in one]
+        if newer:
+            raise ValueError(newer[0])
         steps = [one["done"] for one in everyone]
         root = steps.index(max(steps))
         errors = [one["error"] for one in everyone if "error" in one]

@@ -67,7 +67,8 @@ class Shards:
         variables: the same.
         cut: whether a variable may be of several ranks.
         pieces: of each variable; none of one that every rank updates by itself.
-        loaded: a digest of what the optimizer has loaded last, or has begun with; empty: nothing, or zeros.
+        loaded: digests of what the optimizer has begun with, loaded or been set to, since ranks compared them last;
+            empty text where that is this rank's part.
         is_complete: whether it is known what the optimizer keeps.
         stand_ins: for each variable, what this rank's optimizer updates.
 
@@ -93,7 +94,7 @@ class Shards:
             self.pieces[index] = pieces
         self.stand_ins = list(map(self._stand_in, range(len(self.variables))))
         self._slots: dict[int, Slot] = {}
-        self.loaded = ""
+        self.loaded: list[str] = []
         self.is_complete = False
         self._kept: list[Any] = []  # the slots, so that their ids are not reused
 
@@ -144,7 +145,7 @@ class Shards:
             return value
         whole = backends.current().to_numpy(value)
         # The weights that it comes from may differ between ranks still.
-        self.loaded = xxhash.xxh3_128_hexdigest(self.loaded.encode() + np.ascontiguousarray(whole).tobytes())
+        self.loaded.append(digest(whole))
         return slot.part_of(whole)
 
     def complete(self, optimizer: Any) -> None:
@@ -202,6 +203,11 @@ class Shards:
         made._path = getattr(variable, "path", made.path)
         backends.current().pieces.let_go(made)
         return made
+
+
+def digest(value: np.ndarray) -> str:
+    """Return a digest of an array's bits."""
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(value).tobytes())
 
 
 def of(optimizer: Any) -> Shards | None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
-import xxhash
 
 from keras_hpc import backends
 from keras_hpc.job import current
@@ -106,23 +106,32 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
         )
 
 
-def check_loaded_alike(model: Any) -> None:
-    """Raise unless the optimizers of all ranks have loaded, or begun with, the same. Collective on the model's team.
+def check_loaded_alike(model: Any, error: type[Exception] = ValueError) -> None:
+    """Raise unless the optimizers of all ranks have loaded, begun with, or been set to the same. Collective.
+
+    Args:
+        model: the model, on whose team all ranks call this.
+        error: what is raised.
 
     Raises:
-        ValueError: a rank has loaded alone.
+        Exception: of the given kind: a rank has done so alone.
     """
     if not current.job().shard_optimizer:
         return
-    known = [sharding.of(optimizer) for optimizer in model_variables.optimizers_of(model)]
-    loaded = [shards.loaded for shards in known if shards is not None]
-    everyone = current.team_of(model).allgather_object(loaded, "what sharded optimizers have loaded")
-    if any(theirs != everyone[0] for theirs in everyone):
-        raise ValueError(
-            "With init(shard_optimizer=True) each rank keeps its part of what an optimizer loads, or makes of weights "
-            "when it is built. Expected that all ranks load the same weights, or model, or none does. Received: other "
-            "contents on other ranks"
-        )
+    shards = [found for o in model_variables.optimizers_of(model) if (found := sharding.of(o)) is not None]
+    everyone = current.team_of(model).allgather_object(
+        [s.loaded for s in shards], "what sharded optimizers have loaded"
+    )
+    for one in shards:
+        one.loaded = []  # whoever loads the same once more alone goes back alone
+    for of_ranks in itertools.zip_longest(*everyone, fillvalue=[]):
+        # Of parts, whoever has all of a variable gives a digest of it, and others none.
+        if len(set(map(len, of_ranks))) > 1 or any(len(set(each) - {""}) > 1 for each in zip(*of_ranks, strict=True)):
+            raise error(
+                "With init(shard_optimizer=True) each rank keeps its part of what an optimizer loads, is set to, or "
+                "makes of weights when it is built. Expected that all ranks load the same weights, or model, or set "
+                "the same, or none does. Received: other contents on other ranks"
+            )
 
 
 def _save(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,14 +161,13 @@ def _load(original: Callable[..., Any]) -> Callable[..., Any]:
         if not slots or len(store.keys()) != len(self.variables):
             original(self, store)
             return
-        digest = xxhash.xxh3_128()
+        digests = []
         for number, variable in enumerate(self.variables):
             value = np.array(store[str(number)])
-            digest.update(np.ascontiguousarray(value).tobytes())
+            digests.append(sharding.digest(value))
             variable.assign(slots[id(variable)][1].part_of(value) if id(variable) in slots else value)
-        shards = sharding.of(self)
-        if shards is not None:
-            shards.loaded = digest.hexdigest()
+        for shards in filter(None, map(sharding.of, model_variables.with_held(self))):
+            shards.loaded = digests
 
     return load_own_variables
 
@@ -171,11 +179,17 @@ def _set(original: Callable[..., Any]) -> Callable[..., Any]:
         if not slots:
             original(self, weights)
             return
-        given = list(weights)
+        given = [backends.current().to_numpy(value) for value in weights]
+        digests = []
         for number, (variable, value) in enumerate(zip(self._variables, given, strict=False)):
             slot = slots[id(variable)][1] if id(variable) in slots else None
-            if slot is not None and tuple(value.shape) == slot.shape:  # of all ranks, and not this rank's part
-                given[number] = slot.part_of(backends.current().to_numpy(value))
+            whole = slot is None or (value.shape == slot.shape and not slot.held_whole)
+            digests.append(sharding.digest(value) if whole else "")
+            if slot is not None and value.shape == slot.shape:  # of all ranks, and not this rank's part
+                given[number] = slot.part_of(value)
         original(self, given)
+        shards = sharding.of(self)
+        if shards is not None:
+            shards.loaded = digests
 
     return set_weights

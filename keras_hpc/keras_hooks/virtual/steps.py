@@ -19,6 +19,7 @@ from keras_hpc.keras_hooks import building, layer_states, own_steps
 from keras_hpc.keras_hooks.step import own_state, zeros
 from keras_hpc.keras_hooks.variables import seed_generators, standard_dtype
 from keras_hpc.keras_hooks.virtual import programs
+from keras_hpc.keras_hooks.virtual.beginning import Beginning
 
 
 def function_of(model: Any, kind: str, made: Any) -> Callable[..., Any]:
@@ -35,7 +36,7 @@ def function_of(model: Any, kind: str, made: Any) -> Callable[..., Any]:
     check(model, kind)
     reference = weakref.ref(model)  # which holds the function
     key = f"{current.job().known.key_of(model, 'model')}/{kind}"
-    held: list[tuple[Any, Any, _Beginning]] = []
+    held: list[tuple[Any, Any, Beginning]] = []
 
     def run(*arguments: Any) -> Any:
         owner: Any = reference()
@@ -43,7 +44,7 @@ def function_of(model: Any, kind: str, made: Any) -> Callable[..., Any]:
         batches = _batches(source, len(_virtual().mine))
         if not held:
             update = programs.update(owner) if kind == "train" else None
-            beginning = _Beginning(owner.trainable_variables if kind == "train" else ())
+            beginning = Beginning(owner.trainable_variables if kind == "train" else ())
             held.append((programs.of_part(owner, kind, key, made), update, beginning))
         return _run(owner, rest[0] if rest else None, batches, *held[0])
 
@@ -102,7 +103,7 @@ def _stream(source: Any) -> Iterator[Any]:
 
 
 def _run(
-    model: Any, state: Any, batches: list[Any], part_of: programs.Program, update: Any, beginning: _Beginning
+    model: Any, state: Any, batches: list[Any], part_of: programs.Program, update: Any, beginning: Beginning
 ) -> Any:
     virtual, team = _virtual(), current.team_of(model)
     counts = list(map(_count, batches))
@@ -122,7 +123,8 @@ def _run(
         beginning.again(part, virtual.mine)
         before = [virtual.states.get(part, v, value) for v, value in zip(own, at_first, strict=True)]
         data = batch if count else zeros(batch, building.fixed_batch(model) or 1)
-        found, new_logs, values = part_of(state, data, part, int(total[0]), before)
+        with beginning.watched():
+            found, new_logs, values = part_of(state, data, part, int(total[0]), before)
         logs = new_logs if count or logs is None else logs
         if count == 0:  # what zeros have done is forgotten, but not how far the seeds have come
             values = [old if id(v) in of_samples else new for v, new, old in zip(own, values, before, strict=True)]
@@ -192,37 +194,6 @@ def _with_values(model: Any, state: Any, own: Sequence[Any], values: Sequence[An
         return None
     statistics = len(model.non_trainable_variables)
     return (state[0], list(values[:statistics]), *state[2:-1], list(values[statistics:]))
-
-
-class _Beginning:
-    """What weights are at the beginning of a step, of those that a layer assigns, as spectral normalization its kernel.
-
-    Each part begins with it. On JAX, Keras forgets what a layer assigns to weights.
-
-    Args:
-        weights: all that are trained. Which of them are assigned, is found out in the first step.
-    """
-
-    def __init__(self, weights: Sequence[Any]) -> None:
-        self._weights = list(weights) if keras.backend.backend() != "jax" else []
-        self._values: list[np.ndarray] = []
-        self._is_known = False
-
-    def again(self, part: int, parts: range) -> None:
-        """Begin a part of a rank's parts."""
-        backend = backends.current()
-        if len(parts) == 1:
-            return
-        if part == parts[0]:
-            self._values = [backend.to_numpy(weight) for weight in self._weights]
-            return
-        if not self._is_known:
-            both = zip(self._weights, self._values, strict=True)
-            found = [(w, v) for w, v in both if backend.to_numpy(w).tobytes() != v.tobytes()]
-            self._weights, self._values = [w for w, _ in found], [v for _, v in found]
-            self._is_known = True
-        for weight, value in zip(self._weights, self._values, strict=True):
-            backend.assign(weight, value)
 
 
 class _Gradients:

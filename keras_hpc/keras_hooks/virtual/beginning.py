@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What weights are at the beginning of a step, of those that a layer assigns, as spectral normalization its kernel.
+
+Each part begins with it. On JAX, Keras forgets what a layer assigns to weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import keras
+import numpy as np
+
+from keras_hpc import backends
+
+
+class Beginning:
+    """The values of weights at the beginning of a step.
+
+    Which weights are assigned, by whatever way, shows in the first step; of those that are assigned later only, Keras'
+    `assign` tells, when it is called or traced.
+
+    Args:
+        weights: all that are trained.
+    """
+
+    _watching: ClassVar[Beginning | None] = None
+
+    def __init__(self, weights: Sequence[Any]) -> None:
+        all_of_them = list(weights) if keras.backend.backend() != "jax" else []
+        self._own = {id(weight): weight for weight in all_of_them}
+        self._values: dict[int, np.ndarray] = {}
+        self._assigned = set(self._own)
+        self._told: set[int] = set()
+        self._is_known = False
+
+    def again(self, part: int, parts: range) -> None:
+        """Begin a part of a rank's parts."""
+        if len(parts) == 1:
+            return
+        backend = backends.current()
+        if part == parts[0]:
+            self._values = {key: backend.to_numpy(self._own[key]) for key in self._own if key in self._assigned}
+            return
+        if not self._is_known:
+            now = {key: backend.to_numpy(self._own[key]) for key in self._values}
+            changed = {key for key in now if now[key].tobytes() != self._values[key].tobytes()}
+            self._assigned = changed | self._told
+            self._is_known = True
+        for key in self._own:
+            if key in self._assigned:
+                backend.assign(self._own[key], self._values[key])
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Context of a part, in which `assign` tells."""
+        Beginning._watching = self
+        try:
+            yield
+        finally:
+            Beginning._watching = None
+
+    def _before_assign(self, variable: Any) -> None:
+        key = id(variable)
+        if key not in self._own:
+            return
+        self._told.add(key)  # which a program that is traced once does in its first step
+        if key not in self._assigned:
+            self._assigned.add(key)
+            native = keras.backend.backend() == "tensorflow"  # where it may be traced
+            with backends.current().outside_programs() if native else contextlib.nullcontext():
+                self._values[key] = backends.current().to_numpy(variable)
+
+
+def install(job: Any, patcher: Any) -> None:
+    """Hooks how variables are assigned."""
+    if job.virtual is not None and keras.backend.backend() != "jax":
+        patcher.patch(keras.Variable, "assign", _assign)
+
+
+def _assign(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def assign(self: Any, value: Any) -> Any:
+        if Beginning._watching is not None:
+            Beginning._watching._before_assign(self)
+        return original(self, value)
+
+    return assign
