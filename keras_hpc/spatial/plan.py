@@ -97,28 +97,34 @@ class Plan:
         for node in nodes_of(self.model):
             yield node, self.steps[id(node)]
 
-    def messages(self, samples: int) -> tuple[int, int]:
+    def messages(self, samples: int, whole: bool = False) -> tuple[int, int]:
         """Return how many messages follow each other in a step, and the bytes of their rows.
 
         Both forward and backward, of the rank that receives most.
 
         Args:
             samples: of a group.
+            whole: whether outputs are wanted whole, as in a step of the user's own.
         """
         count = nbytes = 0
         given = {id(tensor) for tensor in self.model.inputs} if not self._prefix else set()  # want no gradients
+        reads = []
         for node, step in self.nodes():
             if step.plan is not None:
                 inner = step.plan.messages(samples)
                 count, nbytes = count + inner[0], nbytes + inner[1]
                 continue
             for tensor, read in zip(node.input_tensors, step.fetches, strict=True):
-                if read and any(one.communicates for one in read.axes):
-                    ways = 1 if id(tensor) in given else 2
-                    count += 2 * ways  # from both sides
-                    nbytes += ways * samples * read.cost(self.grid, tensor.shape, _nbytes(node.operation, tensor))[1]
+                reads.append((tensor, read, _nbytes(node.operation, tensor)))
             if step.kind in ("moments", "statistics", "average", "maximum", "reduction"):
                 count += 4
+        for tensor, split in zip(self.model.outputs, self.outputs, strict=True) if whole else ():
+            reads.append((tensor, fetch(self.grid, tensor.shape, split, WHOLE), _nbytes(None, tensor)))
+        for tensor, read, size in reads:
+            if read and any(one.communicates for one in read.axes):
+                ways = 1 if id(tensor) in given else 2
+                count += 2 * ways  # from both sides
+                nbytes += ways * samples * read.cost(self.grid, tensor.shape, size)[1]
         return count, nbytes
 
     def _lines(self) -> Iterator[tuple[str, str, str, int, int, str]]:
