@@ -50,6 +50,9 @@ second = 2 * 1 * 6 * 4 * 4
 assert halo == first + 2 * second, halo  # nobody wants the gradient of the image
 assert count == 2 * 3 + 4, count  # from both sides, and for the sums of BatchNormalization
 
+# The other rank's rows of the output, and back their gradients: 8 rows of 6 columns, 2 channels.
+assert plan_of(network(), Grid((2,)), 4).messages(2, whole=True) == (count + 4, halo + 2 * 2 * 4 * 8 * 6 * 2)
+
 # A job of one rank stands in for a part.
 keras_hpc.init()
 shapes = []

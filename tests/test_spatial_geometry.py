@@ -213,3 +213,35 @@ def test_places_of_ranks():
     assert grid.line(7, 0) == [1, 7]
     assert grid.line(7, 1) == [7, 9, 11]
     assert grid.line(7, 2) == [6, 7]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "parts", "kept"),
+    [
+        ((8, 5, 6), (8, 5, 2, 3), 3, {1, 2}),  # channels in groups
+        ((8, 5, 2, 3), (8, 5, 6), 3, {1, 2}),
+        ((8, 5, 6), (8, 30), 3, {1}),
+        ((8, 2, 5), (16, 5), 4, {1}),  # rows are merged, two by two, and divided
+        ((16, 5), (8, 2, 5), 4, {1}),
+        ((7, 2, 5), (14, 5), 2, set()),  # of which 7 are cut elsewhere than 14
+        ((8, 5), (5, 8), 2, set()),
+        ((8, 5, 1), (8, 5), 2, {1, 2}),
+        ((1, 8, 5), (8, 5), 2, set()),  # the second axis has become the first one
+        ((8, 5), (1, 8, 5), 2, set()),
+        ((8, 5), (40,), 2, {1}),
+        ((8, 0, 5), (8, 0, 7), 2, {1}),
+    ],
+)
+def test_each_part_of_what_is_reshaped_is_a_part_of_the_result(before, after, parts, kept):
+    found = geometry.reshaped((None, *before), (None, *after), [parts] * len(before))
+    assert found - {0} == kept
+    x = np.arange(2 * np.prod(before)).reshape(2, *before)
+    y = x.reshape(2, *after)
+    for axis in found - {0}:
+        cuts = [geometry.bounds(shape[axis - 1], parts) for shape in (before, after)]
+        for rows, expected in zip(*cuts, strict=True):
+            shape = [2, *after]
+            shape[axis] = expected[1] - expected[0]
+            part = x[(slice(None),) * axis + (slice(*rows),)].reshape(shape)
+            np.testing.assert_array_equal(part, y[(slice(None),) * axis + (slice(*expected),)])
+    assert geometry.reshaped((4, 6), (8, 3), [1]) == set()  # samples are no positions

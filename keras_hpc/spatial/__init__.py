@@ -5,14 +5,14 @@ import importlib as _importlib
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
-    from keras_hpc.spatial.layers import pointwise
+    from keras_hpc.spatial.layers import pointwise, whole
 
-__all__ = ["pointwise"]
+__all__ = ["pointwise", "whole"]
 
 if not _typing.TYPE_CHECKING:
 
     def __getattr__(name: str):
         """Import it when it is asked for: it needs Keras, and the arithmetic does not."""
-        if name == "pointwise":
-            return _importlib.import_module("keras_hpc.spatial.layers").pointwise
+        if name in __all__:
+            return getattr(_importlib.import_module("keras_hpc.spatial.layers"), name)
         raise AttributeError(f"module 'keras_hpc.spatial' has no attribute {name!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from keras_hpc.spatial import geometry
@@ -115,7 +115,7 @@ def fetch(
     shape: Sequence[int | None],
     have: frozenset[int],
     want: frozenset[int],
-    axes: Sequence[geometry.Axis] | None = None,
+    axes: Mapping[int, geometry.Axis] | None = None,
     fill: Fill = 0.0,
 ) -> Fetch | None:
     """Return how the parts get what a layer reads, or None where they have it.
@@ -125,20 +125,18 @@ def fetch(
         shape: of the whole tensor, (batch, ..., channels).
         have: along which axes it is split.
         want: along which axes the layer's output is split.
-        axes: what the layer reads along each spatial axis; None: output positions read the same position.
+        axes: what the layer reads along an axis; along others output positions read the same position.
         fill: what padding is filled with.
     """
     found = []
-    for index, extent in enumerate(shape[1:-1]):
-        axis = index + 1
-        if axes is None and (axis in have) == (axis in want):
+    for axis, extent in enumerate(shape):
+        work = (axes or {}).get(axis)
+        if (work is None and (axis in have) == (axis in want)) or extent is None:  # unknown: refused before if split
             continue
-        if extent is None:  # not split: refused before
-            continue
-        parts = grid.parts[index] if index < len(grid.parts) else 1
-        outputs = extent if axes is None else axes[index].outputs
+        parts = grid.parts[axis - 1] if axis <= len(grid.parts) else 1
+        outputs = extent if work is None else work.outputs
         rows = geometry.bounds(outputs, parts) if axis in want else [(0, outputs)] * parts
-        windows = tuple(rows if axes is None else [axes[index].window(*part) for part in rows])
+        windows = tuple(rows if work is None else [work.window(*part) for part in rows])
         found.append(AxisFetch(axis, extent, parts, windows, everywhere=axis not in have))
     changing = tuple(one for one in found if one.changes)
     return Fetch(changing, fill) if changing else None

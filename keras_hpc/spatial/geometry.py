@@ -30,6 +30,41 @@ def same_padding(extent: int, width: int, stride: int) -> int:
     return max((outputs - 1) * stride + width - extent, 0) // 2
 
 
+def reshaped(before: Sequence[int | None], after: Sequence[int | None], parts: Sequence[int]) -> frozenset[int]:
+    """Return along which axes each part of a tensor that is reshaped is just this part of the result.
+
+    Axes are merged and divided in runs: the extents of some neighbours before have the product of some afterwards. Of
+    a run only the first axis can be cut, if that is one axis before and afterwards, and cut at the same numbers.
+
+    Args:
+        before: extents, of which the first, of samples, may be unknown.
+        after: likewise.
+        parts: into how many each axis behind the first is cut; 1 where none is said.
+    """
+    if before[0] != after[0]:
+        return frozenset()
+    shapes = [n or 0 for n in before], [n or 0 for n in after]
+    found, begins = {0}, [1, 1]
+    while all(begin < len(shape) for begin, shape in zip(begins, shapes, strict=True)):
+        firsts = [shape[begin] for begin, shape in zip(begins, shapes, strict=True)]
+        sizes, ends = list(firsts), [begin + 1 for begin in begins]
+        while sizes[0] != sizes[1]:
+            less = sizes.index(min(sizes))
+            if ends[less] == len(shapes[less]):
+                return frozenset(found)
+            sizes[less] *= shapes[less][ends[less]]
+            ends[less] += 1
+        if 0 in firsts:
+            return frozenset(found)
+        axis = begins[0]
+        count = parts[axis - 1] if axis <= len(parts) else 1
+        cuts = [[end * size // n for _, end in bounds(n, count)] for n, size in zip(firsts, sizes, strict=True)]
+        if axis == begins[1] and cuts[0] == cuts[1]:
+            found.add(axis)
+        begins = ends
+    return frozenset(found)
+
+
 @dataclasses.dataclass(frozen=True)
 class Windowed:
     """One axis of a convolution or pooling: output row j reads [j stride - before, j stride - before + width).

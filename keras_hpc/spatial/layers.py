@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import keras
 from keras import layers
 
-from keras_hpc.spatial import geometry
+from keras_hpc.spatial import asking, geometry
 
 CONVOLUTIONS = (
     *(layers.Conv1D, layers.Conv2D, layers.Conv3D, layers.DepthwiseConv1D, layers.DepthwiseConv2D),
@@ -31,12 +31,13 @@ _BORDERED = (layers.Conv2D, layers.Conv3D)  # of whose `call` the convolution is
 
 GLOBAL_AVERAGE = (layers.GlobalAveragePooling1D, layers.GlobalAveragePooling2D, layers.GlobalAveragePooling3D)
 GLOBAL_MAX = (layers.GlobalMaxPooling1D, layers.GlobalMaxPooling2D, layers.GlobalMaxPooling3D)
-# They mix positions as they like, so each rank gets all of them.
-WHOLE = (layers.Flatten, layers.Reshape, layers.Permute)
+_SPATIAL_DROPOUT = (layers.SpatialDropout1D, layers.SpatialDropout2D, layers.SpatialDropout3D)
+# What they keep from one call to the next depends on how many calls there were, or on all positions.
+_KEEPING = (layers.BatchNormalization, layers.SpectralNormalization)
 
-_MERGES = (layers.Add, layers.Subtract, layers.Multiply, layers.Average, layers.Maximum, layers.Minimum)
+MERGES = (layers.Add, layers.Subtract, layers.Multiply, layers.Average, layers.Maximum, layers.Minimum)
 _POINTWISE = (
-    *_MERGES,
+    *MERGES,
     *(layers.Activation, layers.ReLU, layers.LeakyReLU, layers.ELU, layers.Dense, layers.Identity, layers.Rescaling),
     layers.Masking,
     *(layers.Dropout, layers.GaussianNoise, layers.GaussianDropout, layers.AlphaDropout),
@@ -44,9 +45,7 @@ _POINTWISE = (
 # On the last axis only.
 _ON_CHANNELS = tuple(
     getattr(layers, name)
-    for name in (
-        *("Concatenate", "LayerNormalization", "Normalization", "RMSNormalization", "Softmax", "UnitNormalization"),
-    )
+    for name in (*("LayerNormalization", "Normalization", "RMSNormalization", "UnitNormalization"),)
     if hasattr(layers, name)
 )
 # Operations on tensors, as `x + y` and `keras.ops.add(x, y)` make them. They have no public class.
@@ -61,7 +60,6 @@ _POINTWISE_OPERATIONS = frozenset(
         *("Tanh", "TanhShrink", "TrueDivide", "Where"),
     )
 )
-_OPERATIONS_ON_CHANNELS = ("Concatenate", "LogSoftmax", "Softmax")  # on the last axis only
 
 Layer = TypeVar("Layer", bound=type)
 
@@ -70,15 +68,61 @@ def pointwise(layer_class: Layer) -> Layer:
     """Say that a layer of your own computes each position by itself, so that samples may be split there.
 
     A class decorator. The layer maps tensors (batch, ..., channels) to a tensor of the same spatial extents, and each
-    output position depends on the same position of the inputs only.
+    output position depends on the same position of the inputs only. It is tried on small samples when a model is
+    planned, and refused if it does not.
 
     Raises:
         TypeError: it is not a class of layers.
     """
+    return _marked(layer_class, "pointwise")
+
+
+def whole(layer_class: Layer) -> Layer:
+    """Say that a layer of your own needs all positions, so that every rank of a group gets them and computes it.
+
+    A class decorator, for layers that mix positions. What follows may be split again.
+
+    Raises:
+        TypeError: it is not a class of layers.
+    """
+    return _marked(layer_class, "whole")
+
+
+def _marked(layer_class: Layer, mark: str) -> Layer:
     if not (isinstance(layer_class, type) and issubclass(layer_class, layers.Layer)):
-        raise TypeError(f"`pointwise` marks a class derived from keras.layers.Layer. Received: {layer_class!r}")
-    layer_class._keras_hpc_pointwise = layer_class  # type: ignore[attr-defined]
+        raise TypeError(f"`{mark}` marks a class derived from keras.layers.Layer. Received: {layer_class!r}")
+    layer_class._keras_hpc_mark = layer_class, mark  # type: ignore[attr-defined]
     return layer_class
+
+
+def mark_of(layer: Any) -> str | None:
+    """Return how a layer's own class is marked: "pointwise", "whole", or None."""
+    of, mark = getattr(type(layer), "_keras_hpc_mark", (None, None))
+    return mark if of is type(layer) else None
+
+
+def core_of(layer: Any) -> Any:
+    """Return the layer that works on positions: that which a SpectralNormalization wraps, or the layer itself."""
+    return layer.layer if type(layer) is layers.SpectralNormalization else layer
+
+
+def is_windowed(layer: Any) -> bool:
+    """Return whether a layer reads windows."""
+    return type(core_of(layer)) in WINDOWED
+
+
+def is_over_time(layer: Any) -> bool:
+    """Return whether a layer computes each step of the first axis by itself."""
+    if type(layer) is not layers.TimeDistributed:
+        return False
+    return not any(isinstance(one, _KEEPING) for one in layer.layer._flatten_layers())
+
+
+def draws_alike(layer: Any, split: frozenset[int]) -> bool:
+    """Return whether a layer draws the same random numbers for all positions along the axes that are split."""
+    shape = getattr(layer, "noise_shape", None)
+    ones = type(layer) is layers.Dropout and shape is not None and all(shape[axis] == 1 for axis in split)
+    return type(layer) in _SPATIAL_DROPOUT or ones
 
 
 def axis_of(layer: Any, index: int, extent: int, outputs: int) -> geometry.Axis:
@@ -172,43 +216,48 @@ def averages_in_image(layer: Any) -> bool:
 
 def is_pointwise(layer: Any, rank: int) -> bool:
     """Return whether a layer or operation computes each position of tensors with `rank` axes by itself."""
+    layer = core_of(layer)
     kind = type(layer)
-    if getattr(kind, "_keras_hpc_pointwise", None) is kind:
-        return True
-    on_channels = getattr(layer, "axis", None) in (-1, rank - 1, [-1], [rank - 1], (-1,), (rank - 1,))
     if not isinstance(layer, layers.Layer):
-        known = kind.__module__.startswith("keras.")
-        named = kind.__name__ in _POINTWISE_OPERATIONS
-        return known and (named or (kind.__name__ in _OPERATIONS_ON_CHANNELS and on_channels))
-    if kind is layers.Normalization and layer.axis == ():  # by one mean of everything, which is known
-        return True
+        return kind.__module__.startswith("keras.") and kind.__name__ in _POINTWISE_OPERATIONS
     if kind in _ON_CHANNELS:
-        return on_channels
+        return getattr(layer, "axis", None) in (-1, rank - 1, [-1], [rank - 1], (-1,), (rank - 1,))
     if kind is layers.PReLU:
         return set(range(1, rank - 1)) <= set(layer.shared_axes or ())
-    return kind in _POINTWISE
+    return kind in _POINTWISE and getattr(layer, "noise_shape", None) is None
 
 
 def fault(layer: Any, rank: int) -> str | None:
     """Return why a layer that would be split cannot be, whatever its class allows; or None."""
+    layer = core_of(layer)
     if reason := fault_of_format(layer):
         return reason
     if getattr(layer, "activity_regularizer", None) is not None:
         return "has an activity_regularizer, which would see a part only"
-    if getattr(layer, "noise_shape", None) is not None:
-        return "has a noise_shape"
     if type(layer) is layers.BatchNormalization and layer.axis not in (-1, rank - 1):
         return f"normalizes along axis {layer.axis}, not along the channels"
-    interpolation = getattr(layer, "interpolation", "nearest")
-    if type(layer) in UPSAMPLING and interpolation not in ("nearest", "bilinear"):
-        return f"interpolates by {interpolation!r}; expected 'nearest' or 'bilinear'"
-    if type(layer) is layers.Resizing and (
-        layer.crop_to_aspect_ratio or layer.pad_to_aspect_ratio or getattr(layer, "antialias", False)
-    ):
-        return "keeps an aspect ratio, or filters before it resizes"
     if getattr(layer, "quantization_mode", None) is not None:
         return "is quantized"
     return _fault_of_activation(getattr(layer, "activation", None), rank)
+
+
+def interpolates_elsewhere(layer: Any, x: Any, output: Any) -> bool:
+    """Return whether a layer of `UPSAMPLING` makes a row of other rows than of its neighbours, or rounds integers.
+
+    Args:
+        layer: of `WINDOWED`.
+        x: what it reads.
+        output: what it gives.
+    """
+    if type(layer) not in UPSAMPLING:
+        return False
+    interpolation = getattr(layer, "interpolation", "nearest")
+    if interpolation not in ("nearest", "bilinear") or (interpolation == "bilinear" and "int" in x.dtype):
+        return True
+    if type(layer) is not layers.Resizing:
+        return False
+    filters = layer.crop_to_aspect_ratio or layer.pad_to_aspect_ratio or getattr(layer, "antialias", False)
+    return bool(filters) or any(m % n for n, m in zip(x.shape[1:-1], output.shape[1:-1], strict=True))
 
 
 def fault_of_format(layer: Any) -> str | None:
@@ -221,17 +270,13 @@ def fault_of_format(layer: Any) -> str | None:
     )
 
 
-def fault_of_dtype(layer: Any, dtype: str) -> str | None:
-    """Return what is wrong with a layer of `WINDOWED` for tensors of a dtype; None: nothing."""
-    if getattr(layer, "interpolation", "nearest") == "nearest" or "int" not in dtype:
-        return None
-    return f"interpolates {dtype}, and a part rounds ties in another way; expected floats, as of a Rescaling before it"
-
-
 def _fault_of_activation(activation: Any, rank: int) -> str | None:
     known: Callable[..., Any] | None = getattr(keras.activations, getattr(activation, "__name__", ""), None)
     if activation is None or known is activation:
         return None
     if isinstance(activation, layers.Layer) and is_pointwise(activation, rank) and fault(activation, rank) is None:
         return None
-    return f"has an activation that is not one of Keras' and may mix positions, {activation!r}"
+    if isinstance(activation, layers.Layer) or not callable(activation):
+        return f"has an activation that is not one of Keras' and may mix positions, {activation!r}"
+    found = asking.fault_of_function(activation, rank)
+    return found and f"has an activation that {found}, {activation!r}"

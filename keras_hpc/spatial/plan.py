@@ -10,13 +10,13 @@ whatever layer made it. What cannot be split is refused here, by name.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_hpc.spatial import geometry, statistics
+from keras_hpc.spatial import asking, geometry, operations, statistics
 from keras_hpc.spatial import layers as kinds
 from keras_hpc.spatial.fetch import Fetch, fetch
 from keras_hpc.spatial.report import table
@@ -30,12 +30,14 @@ class Step:
     """How a node of the graph is computed.
 
     Attributes:
-        kind: "layer"; "window": on a window, whose axes are in `axes`; "borders": on the part's
-            own rows, to which what others' rows add is added; "moments" (batch normalization), "statistics"
-            (of each sample) and "average", which add up over the group; "maximum"; "model": by `plan`.
+        kind: "layer"; "alike": the same with the random numbers of all parts; "operation": on `windows` of some
+            axes; "window": on a window, whose axes are in `axes`; "borders": on the part's own rows, to which what
+            others' rows add is added; "moments" (batch normalization), "statistics" (of each sample) and "average",
+            which add up over the group; "maximum"; "reduction": over all axes that are split; "model": by `plan`.
         splits: along which axes each output is split.
         fetches: for each input what must be fetched, or None.
         axes: of a window, what the layer does along each spatial axis.
+        windows: of an operation, what it reads along the axes that it slices or pads.
         plan: of a model inside of the model.
         note: of what it does beside its fetches, for the report.
     """
@@ -44,6 +46,7 @@ class Step:
     splits: tuple[Split, ...]
     fetches: tuple[Fetch | None, ...]
     axes: tuple[geometry.Axis, ...] = ()
+    windows: Mapping[int, geometry.Windowed] = dataclasses.field(default_factory=dict)
     plan: Plan | None = None
     note: str = ""
 
@@ -94,28 +97,34 @@ class Plan:
         for node in nodes_of(self.model):
             yield node, self.steps[id(node)]
 
-    def messages(self, samples: int) -> tuple[int, int]:
+    def messages(self, samples: int, whole: bool = False) -> tuple[int, int]:
         """Return how many messages follow each other in a step, and the bytes of their rows.
 
         Both forward and backward, of the rank that receives most.
 
         Args:
             samples: of a group.
+            whole: whether outputs are wanted whole, as in a step of the user's own.
         """
         count = nbytes = 0
         given = {id(tensor) for tensor in self.model.inputs} if not self._prefix else set()  # want no gradients
+        reads = []
         for node, step in self.nodes():
             if step.plan is not None:
                 inner = step.plan.messages(samples)
                 count, nbytes = count + inner[0], nbytes + inner[1]
                 continue
             for tensor, read in zip(node.input_tensors, step.fetches, strict=True):
-                if read and any(one.communicates for one in read.axes):
-                    ways = 1 if id(tensor) in given else 2
-                    count += 2 * ways  # from both sides
-                    nbytes += ways * samples * read.cost(self.grid, tensor.shape, _nbytes(node.operation, tensor))[1]
-            if step.kind in ("moments", "statistics", "average", "maximum"):
+                reads.append((tensor, read, _nbytes(node.operation, tensor)))
+            if step.kind in ("moments", "statistics", "average", "maximum", "reduction"):
                 count += 4
+        for tensor, split in zip(self.model.outputs, self.outputs, strict=True) if whole else ():
+            reads.append((tensor, fetch(self.grid, tensor.shape, split, WHOLE), _nbytes(None, tensor)))
+        for tensor, read, size in reads:
+            if read and any(one.communicates for one in read.axes):
+                ways = 1 if id(tensor) in given else 2
+                count += 2 * ways  # from both sides
+                nbytes += ways * samples * read.cost(self.grid, tensor.shape, size)[1]
         return count, nbytes
 
     def _lines(self) -> Iterator[tuple[str, str, str, int, int, str]]:
@@ -172,7 +181,7 @@ class Plan:
             if hasattr(functional_of(node.operation), "_nodes_by_depth"):
                 if self._has_images(functional_of(node.operation)):
                     return True
-            elif type(node.operation) in kinds.WINDOWED and len(node.outputs[0].shape) - 2 >= len(self.grid.parts):
+            elif kinds.is_windowed(node.operation) and len(node.outputs[0].shape) - 2 >= len(self.grid.parts):
                 return True
         return False
 
@@ -187,31 +196,52 @@ class Plan:
             return whole
         if isinstance(layer, keras.Model):
             return self._model(node, before)
-        if type(layer) in kinds.WINDOWED:
-            return self._window(layer, inputs[0], before[0], outputs[0])
+        if kinds.is_windowed(layer):
+            return self._window(node, before[0])
         if not any(before):
             return whole
+        if type(layer) is keras.layers.Flatten or kinds.mark_of(layer) == "whole":
+            return self._everything(node, before)
         rank = len(inputs[0].shape)
-        if type(layer) in kinds.WHOLE:
-            fetches = tuple(fetch(self.grid, x.shape, have, WHOLE) for x, have in zip(inputs, before, strict=True))
-            return Step("layer", whole.splits, fetches)
+        if operations.is_combined(node, before[0]):
+            return Step("reduction", whole.splits, nothing, note=f"{type(layer).__name__.lower()} of all parts")
+        if (effect := operations.effect_of(node, self.grid.parts)) is not None:
+            return self._operation(node, before, effect)
         if reason := kinds.fault(layer, rank):
             raise self._refusal(layer, reason)
+        is_layer = isinstance(layer, keras.layers.Layer)
+        if is_layer and any(rank - 1 in split for split in before) and type(layer) not in kinds.MERGES:
+            return self._everything(node, before)  # it takes the last axis for channels
         if type(layer) is keras.layers.BatchNormalization:
             return Step("moments", before, nothing, note=f"sums of 2 x {inputs[0].shape[-1]} numbers")
         if kinds.is_pointwise(layer, rank):
             return self._pointwise(node, before)
+        if kinds.mark_of(layer) == "pointwise" or type(layer) is keras.layers.Lambda:
+            step = self._pointwise(node, before)
+            if step.splits[0] and (reason := asking.fault_of_layer(node, sorted(step.splits[0]))):
+                raise self._refusal(layer, reason)
+            return step
+        if kinds.is_over_time(layer):
+            return self._operation(node, before, operations.Effect(frozenset({1})))
+        if kinds.draws_alike(layer, before[0]):
+            return Step("alike", before, nothing)
         if (over := statistics.reduced_axes(layer, rank)) is not None:
             if not before[0] & over:
                 return Step("layer", before, nothing)
-            if not before[0] <= over:
-                raise self._refusal(layer, "normalizes over some of the axes that are split, and not over others")
-            return Step("statistics", before, nothing, note="means and variances of each sample")
+            if before[0] <= over:
+                return Step("statistics", before, nothing, note="means and variances of each sample")
         if type(layer) in kinds.GLOBAL_AVERAGE:
             return Step("average", whole.splits, nothing, note=f"sums of {inputs[0].shape[-1]} numbers")
         if type(layer) in kinds.GLOBAL_MAX:
             return Step("maximum", whole.splits, nothing, note=f"maxima of {inputs[0].shape[-1]} numbers")
+        if type(layer).__module__.startswith("keras."):
+            return self._everything(node, before)
         raise self._refusal(layer, "is of a kind of which it is not known how it mixes positions")
+
+    def _everything(self, node: Any, before: Sequence[Split]) -> Step:
+        """Return what gives all ranks everything, of which each computes all."""
+        fetches = (fetch(self.grid, x.shape, have, WHOLE) for x, have in zip(node.input_tensors, before, strict=True))
+        return Step("layer", (WHOLE,) * len(node.outputs), tuple(fetches))
 
     def _model(self, node: Any, before: Sequence[Split]) -> Step:
         layer = node.operation
@@ -227,49 +257,65 @@ class Plan:
         plan = Plan(inner, self.grid, self.min_rows, before, f"{self._prefix}{layer.name}/")
         return Step("model", tuple(plan.outputs), (None,) * len(before), plan=plan)
 
-    def _window(self, layer: Any, x: Any, before: Split, output: Any) -> Step:
+    def _window(self, node: Any, before: Split) -> Step:
+        layer, x, output = kinds.core_of(node.operation), node.input_tensors[0], node.outputs[0]
         split = self._split_of(output)
         # Of channels that come first, extents say nothing about rows: what looks whole may be the largest image.
         is_image = self.grid.size > 1 and len(x.shape) - 2 >= len(self.grid.parts)
         if is_image and (reason := kinds.fault_of_format(layer)):
-            raise self._refusal(layer, reason)
+            raise self._refusal(node.operation, reason)
         if not before and not split:
             return Step("layer", (WHOLE,), (None,))
-        if reason := kinds.fault(layer, len(x.shape)) or kinds.fault_of_dtype(layer, x.dtype):
-            raise self._refusal(layer, reason)
+        if reason := kinds.fault(layer, len(x.shape)):
+            raise self._refusal(node.operation, reason)
         extents, outputs = x.shape[1:-1], output.shape[1:-1]
         if None in extents or None in outputs:
-            raise self._refusal(layer, f"has an input of unknown extents, {x.shape}")
+            raise self._refusal(node.operation, f"has an input of unknown extents, {x.shape}")
+        if kinds.interpolates_elsewhere(layer, x, output) or len(x.shape) - 1 in before:
+            return self._everything(node, [before])
         axes = tuple(kinds.axis_of(layer, i, extents[i], outputs[i]) for i in range(len(extents)))
         if tuple(axis.outputs for axis in axes) != tuple(outputs):
             expected = [axis.outputs for axis in axes]
-            raise self._refusal(layer, f"has an output of {tuple(outputs)} rows where {expected} are expected")
-        read = fetch(self.grid, x.shape, before, split, axes, kinds.padding_of(layer, axes))
+            raise self._refusal(node.operation, f"has an output of {tuple(outputs)} rows where {expected} are expected")
+        fill = kinds.padding_of(layer, axes)
+        read = fetch(self.grid, x.shape, before, split, dict(enumerate(axes, 1)), fill)
         adds = read is not None and kinds.adds_borders(layer, axes, self.grid, before, split)
         return Step("borders" if adds else "window", (split,), (read,), axes)
 
     def _pointwise(self, node: Any, before: Sequence[Split]) -> Step:
-        layer, inputs, output = node.operation, node.input_tensors, node.outputs[0]
+        inputs, output = node.input_tensors, node.outputs[0]
         split: Split = frozenset().union(*before)
-        if len({len(x.shape) for x in (*inputs, output) if x.shape}) > 1:
-            raise self._refusal(layer, f"combines tensors of different ranks, {[x.shape for x in inputs]}")
+        ranks = {len(x.shape) for x in (*inputs, output) if x.shape}
+        extents = {(a, x.shape[a]) for x in inputs for a in split if len(x.shape) > a}
+        fits = all(extent in (1, output.shape[a]) for a, extent in extents if len(output.shape) > a)
+        if len(ranks) > 1 or not fits or _has_constants(node):
+            return self._everything(node, before)
         wanted = [frozenset(a for a in split if x.shape and x.shape[a] == output.shape[a]) for x in inputs]
-        if any(x.shape and x.shape[a] not in (1, output.shape[a]) for x in inputs for a in split):
-            raise self._refusal(layer, f"combines tensors of different extents, {[x.shape for x in inputs]}")
-        for value in keras.tree.flatten((node.arguments.args, node.arguments.kwargs)):
-            shape = np.shape(value) if not hasattr(value, "shape") else tuple(value.shape)
-            constant = not isinstance(value, keras.KerasTensor)
-            if constant and any(n > 1 for n in shape[:-1]):
-                raise self._refusal(layer, f"has an operand of shape {shape} that is no tensor of the model")
         fetches = (fetch(self.grid, x.shape, h, w) for x, h, w in zip(inputs, before, wanted, strict=True))
         return Step("layer", (split,) * len(node.outputs), tuple(fetches))
+
+    def _operation(self, node: Any, before: Sequence[Split], effect: operations.Effect) -> Step:
+        if _has_constants(node):
+            return self._everything(node, before)
+        have: Split = frozenset().union(*before)
+        windows = {axis: window for axis, window in effect.windows.items() if axis in have}
+        large = {a for a, window in windows.items() if window.outputs >= self.grid.parts[a - 1] * self.min_rows}
+        split = have & (effect.kept | large)
+        fetches = (
+            fetch(self.grid, x.shape, one, split, windows, effect.fill)
+            for x, one in zip(node.input_tensors, before, strict=True)
+        )
+        is_layer = isinstance(node.operation, keras.layers.Layer)
+        kind = "layer" if is_layer and type(node.operation) is not keras.layers.Reshape else "operation"
+        return Step(kind, (split,) * len(node.outputs), tuple(fetches), windows=windows)
 
     def _refusal(self, layer: Any, reason: str) -> ValueError:
         return ValueError(
             f"`{self._prefix}{layer.name}` ({type(layer).__name__}) cannot be computed in parts: it {reason}. End the "
             "split part of the model before it, with a global pooling or Flatten, or leave the model whole: "
-            "keras_hpc.partition(model, parts=1). A layer of your own that computes each position by itself is marked "
-            f"with keras_hpc.spatial.pointwise. Received: a model for {' x '.join(map(str, self.grid.parts))} parts"
+            "keras_hpc.partition(model, parts=1). A layer of your own is marked: with keras_hpc.spatial.pointwise if "
+            "it computes each position by itself, with keras_hpc.spatial.whole if every rank is to have all positions. "
+            f"Received: a model for {' x '.join(map(str, self.grid.parts))} parts"
         )
 
 
@@ -284,6 +330,15 @@ def nodes_of(model: Any) -> Iterator[Any]:
         for node in model._nodes_by_depth[depth]:
             if node.operation and not node.is_input:
                 yield node
+
+
+def _has_constants(node: Any) -> bool:
+    """Return whether an operand has positions, but is no tensor of the model: nobody says which part it is."""
+    for value in keras.tree.flatten((node.arguments.args, node.arguments.kwargs)):
+        shape = np.shape(value) if not hasattr(value, "shape") else tuple(value.shape)
+        if not isinstance(value, keras.KerasTensor) and any(n > 1 for n in shape[:-1]):
+            return True
+    return False
 
 
 def _nbytes(layer: Any, tensor: Any) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from keras import ops
 
 from keras_hpc import backends
-from keras_hpc.spatial import geometry, statistics, windows
+from keras_hpc.spatial import geometry, operations, statistics, windows
 from keras_hpc.spatial.fetch import Fetch, Fill, fetch
 from keras_hpc.spatial.group import Group
 from keras_hpc.spatial.masks import Masks
@@ -178,16 +178,25 @@ class Runner:
         if step.kind == "borders":
             return self._with_borders(name, node, step, values[id(node.input_tensors[0])], operation_fn(layer))
         for index, (tensor, read) in enumerate(zip(node.input_tensors, step.fetches, strict=True)):
-            # A layer that reads other positions, too, has no use for masks in Keras.
-            fetched = self._with_mask if step.kind == "layer" and step.splits[0] else self._fetched
+            # A layer that reads windows has no use for masks in Keras, nor has Flatten.
+            masked = step.kind in ("layer", "alike") and not isinstance(layer, keras.layers.Flatten)
+            fetched = self._with_mask if masked else self._fetched
             mine[id(tensor)] = fetched(values[id(tensor)], read, f"{name}.{index}" if index else name)
         if step.kind == "model":
             inner = _in_mode(operation_fn, node.arguments.kwargs.get("training"))
             return self._inner[id(node)]._outputs([mine[id(x)] for x in node.input_tensors], inner, False, name)
         args, kwargs = node.arguments.fill_in(mine)
         call = operation_fn(layer)
+        if step.kind == "reduction":
+            return self._reduced(name, node, args[0])
+        if step.kind == "operation":
+            shape = list(node.outputs[0].shape)
+            for axis in step.splits[0]:
+                begin, end = self._group.part(shape[axis], axis - 1)
+                shape[axis] = end - begin
+            return operations.compute(layer, step.windows, shape, args, kwargs, call)
         total = functools.partial(self._sum, name) if step.kind == "moments" else None
-        split = step.splits[0]
+        split = WHOLE if step.kind == "alike" else step.splits[0]
         part = self._group.first_with_part(split) if split else None
         with _running(part, total), self._drawing() if split and _may_draw(layer) else contextlib.nullcontext():
             if step.kind == "window":
@@ -215,35 +224,44 @@ class Runner:
 
     def _over_group(self, kind: str, name: str, node: Any, x: Any, y: Any, mask: Any) -> Any:
         """Return a global pooling of all parts, of that of this part."""
+        tensor = node.input_tensors[0]
         if kind == "average" and mask is not None:
             one = statistics.masked_average(functools.partial(self._gathered, name), x, mask)
-        elif kind == "average":  # the part's fraction of all positions, of which ranks may hold some several times
-            tensor = node.input_tensors[0]
-            y = y * (math.prod(x.shape[1:-1]) / self._positions(tensor.shape, self.plan.splits[id(tensor)]))
-            one = ops.sum(self._gathered(name, ops.reshape(y, (-1, 1, y.shape[-1]))), axis=1)
+        elif kind == "average":
+            of_part = ops.reshape(y, (-1, 1, y.shape[-1]))
+            one = statistics.combined(functools.partial(self._gathered, name), self._shares(tensor), of_part)
         else:
-            one = statistics.maximum(functools.partial(self._gathered, name), x)
+            one = statistics.maximum(functools.partial(self._gathered, name), x, range(1, len(x.shape) - 1))
         return ops.reshape(one, (-1, *y.shape[1:]))
 
     def _statistics(self, name: str, node: Any, layer: Any) -> Callable[..., Any]:
         """Return the `call` of a layer that normalizes over the positions of each sample."""
         tensor = node.input_tensors[0]
-        grid, split = self._group.grid, self.plan.splits[id(tensor)]
-        shares, rows = [], [slice(None)] * len(tensor.shape)
-        for rank in range(grid.size):
-            share = self._positions(tensor.shape, split)
-            for axis in range(1, len(tensor.shape) - 1):
-                extent, parts = tensor.shape[axis], grid.parts[axis - 1] if axis in split else 1
-                begin, end = geometry.bounds(extent, parts)[grid.place(rank)[axis - 1] if axis in split else 0]
-                share /= end - begin
-                rows[axis] = slice(begin, end) if rank == self._group.rank else rows[axis]
-            shares.append(1 / share)
+        split = self.plan.splits[id(tensor)]
+        parts = [self._group.part(n, axis - 1) if axis in split else (0, n) for axis, n in enumerate(tensor.shape)]
+        rows, shares = [slice(*part) for part in parts], self._shares(tensor)
         return functools.partial(statistics.normalized, layer, shares, rows, functools.partial(self._gathered, name))
 
-    def _positions(self, shape: Sequence[Any], split: Split) -> float:
-        """Return the positions of a tensor that all ranks of the group together hold."""
-        copies = self._group.size / math.prod(self._group.grid.parts[axis - 1] for axis in split)
-        return float(math.prod(shape[1:-1]) * copies)
+    def _reduced(self, name: str, node: Any, x: Any) -> Any:
+        """Return what an operation makes of the positions of all parts."""
+        tensor, operation = node.input_tensors[0], node.operation
+        axes = sorted(operations.reduced_axes(operation, len(x.shape)))
+        split = self.plan.splits[id(tensor)]
+        copies = self._group.size // math.prod(self.plan.grid.parts[axis - 1] for axis in split)
+        gather = functools.partial(self._gathered, name)
+        y = statistics.reduced(type(operation).__name__, gather, self._shares(tensor), copies, x, axes)
+        return y if operation.keepdims else ops.squeeze(y, axis=axes)
+
+    def _shares(self, tensor: Any) -> list[float]:
+        """Return of a tensor's positions the part that each rank of the group has; several may have the same."""
+        grid, split = self._group.grid, self.plan.splits[id(tensor)]
+        copies = grid.size // math.prod(grid.parts[axis - 1] for axis in split)
+        shares = [1 / copies] * grid.size
+        for rank in range(grid.size):
+            for axis in split:
+                begin, end = geometry.bounds(tensor.shape[axis], grid.parts[axis - 1])[grid.place(rank)[axis - 1]]
+                shares[rank] *= (end - begin) / tensor.shape[axis]
+        return shares
 
     def _sum(self, name: str, numbers: Any) -> Any:
         """Return the sum of a vector over the group; its gradient is the sum of the gradients."""
@@ -318,8 +336,10 @@ def _in_mode(operation_fn: Callable[[Any], Any], training: bool | None) -> Calla
 
 def _may_draw(layer: Any) -> bool:
     """Return whether a layer may draw random numbers: one of Keras that has a generator, or one of the user's own."""
-    own = isinstance(layer, keras.layers.Layer) and not type(layer).__module__.startswith("keras.")
-    return own or hasattr(layer, "seed_generator")
+    if not isinstance(layer, keras.layers.Layer):
+        return False
+    every = layer._flatten_layers()
+    return any(not type(one).__module__.startswith("keras.") or hasattr(one, "seed_generator") for one in every)
 
 
 def _rows(x: Any, axis: int, begin: int, end: int) -> Any:

@@ -51,15 +51,8 @@ def normalized(
         axes = [1, 3]
     else:
         axes = sorted(reduced_axes(layer, rank) or ())
-    mean, variance = ops.moments(values, axes=axes, keepdims=True)
-    kept = mean.shape[1:]
-    size = math.prod(kept)
-    everyone = gather(ops.reshape(ops.stack([mean, variance], axis=1), (-1, 1, 2 * size)))
-    means, variances = everyone[..., :size], everyone[..., size:]
-    weights = ops.reshape(ops.convert_to_tensor(list(shares), dtype), (1, -1, 1))
-    mean = ops.sum(weights * means, axis=1, keepdims=True)
-    variance = ops.sum(weights * (variances + ops.square(means - mean)), axis=1)
-    mean, scale = (ops.reshape(y, (-1, *kept)) for y in (mean, ops.rsqrt(variance + layer.epsilon)))
+    mean, variance = combined(gather, shares, *ops.moments(values, axes=axes, keepdims=True))
+    scale = ops.rsqrt(variance + layer.epsilon)
     y = ops.reshape((values - mean) * scale, ops.shape(x))
     for variable, apply in ((layer.gamma, ops.multiply), (layer.beta, ops.add)):
         if variable is not None:
@@ -67,29 +60,80 @@ def normalized(
     return ops.cast(y, layer.compute_dtype)
 
 
-def maximum(gather: Gather, x: Any) -> Any:
-    """Return the maximum of each channel over the positions of all parts, (batch, channels).
+def combined(gather: Gather, shares: Sequence[float], mean: Any, variance: Any = None) -> Any:
+    """Return the mean of all parts, and the variance if there is one, of those that each rank has of its part.
+
+    Args:
+        gather: gives the numbers of all ranks.
+        shares: what the mean of each rank counts.
+        mean: of this rank's positions, for each sample.
+        variance: likewise.
+    """
+    kept = mean.shape[1:]
+    size = math.prod(kept)
+    given = [mean] if variance is None else [mean, variance]
+    everyone = gather(ops.reshape(ops.stack(given, axis=1), (-1, 1, len(given) * size)))
+    means, variances = everyone[..., :size], everyone[..., size:]
+    weights = ops.reshape(ops.convert_to_tensor(list(shares), everyone.dtype), (1, -1, 1))
+    mean = ops.sum(weights * means, axis=1, keepdims=True)
+    of_all = ops.reshape(mean, (-1, *kept))
+    if variance is None:
+        return of_all
+    return of_all, ops.reshape(ops.sum(weights * (variances + ops.square(means - mean)), axis=1), (-1, *kept))
+
+
+def reduced(name: str, gather: Gather, shares: Sequence[float], copies: int, x: Any, axes: Sequence[int]) -> Any:
+    """Return what an operation makes of the positions of all parts, with extents of 1 in their place.
+
+    Args:
+        name: of the operation, one of `operations.COMBINED`.
+        gather: gives the numbers of all ranks.
+        shares: of each rank of the group, of the positions; their sum is 1.
+        copies: how many ranks have the same part.
+        x: this rank's part.
+        axes: over which it reduces; all those that are split are among them.
+    """
+    if name in ("Max", "Amax"):
+        return maximum(gather, x, axes)
+    if name in ("Min", "Amin"):
+        return -maximum(gather, -x, axes)
+    dtype = keras.backend.result_type(keras.backend.standardize_dtype(x.dtype), "float32")
+    values = ops.cast(x, dtype)
+    if name == "Sum":
+        y = combined(gather, [1 / copies] * len(shares), ops.sum(values, axis=axes, keepdims=True))
+    elif name == "Mean":
+        y = combined(gather, shares, ops.mean(values, axis=axes, keepdims=True))
+    else:
+        y = combined(gather, shares, *ops.moments(values, axes=list(axes), keepdims=True))[1]
+        y = ops.sqrt(y) if name == "Std" else y
+    return ops.cast(y, x.dtype)
+
+
+def maximum(gather: Gather, x: Any, axes: Sequence[int]) -> Any:
+    """Return the maximum over the positions of all parts, with extents of 1 in their place.
 
     Its gradient goes to all positions that have it in equal shares, as it does on one rank.
 
     Args:
         gather: gives the numbers of all ranks.
-        x: this rank's part, (batch, ..., channels).
+        x: this rank's part.
+        axes: over which it reduces; all those that are split are among them.
     """
     dtype = keras.backend.result_type(keras.backend.standardize_dtype(x.dtype), "float32")  # counts have no 16 bits
-    axes, channels = list(range(1, len(x.shape) - 1)), x.shape[-1]
     values = ops.cast(x, dtype)
-    mine = ops.max(values, axis=axes, keepdims=True)
-    count = ops.sum(ops.cast(ops.equal(values, mine), dtype), axis=axes)
-    numbers = ops.concatenate([ops.reshape(mine, (-1, channels)), ops.stop_gradient(count)], axis=-1)
-    everyone = gather(ops.reshape(numbers, (-1, 1, 2 * channels)))
-    maxima, counts = everyone[..., :channels], everyone[..., channels:]
+    mine = ops.max(values, axis=list(axes), keepdims=True)
+    kept = mine.shape[1:]
+    size = math.prod(kept)
+    count = ops.sum(ops.cast(ops.equal(values, mine), dtype), axis=list(axes), keepdims=True)
+    numbers = ops.concatenate([ops.reshape(mine, (-1, size)), ops.stop_gradient(ops.reshape(count, (-1, size)))], -1)
+    everyone = gather(ops.reshape(numbers, (-1, 1, 2 * size)))
+    maxima, counts = everyone[..., :size], everyone[..., size:]
     found = ops.stop_gradient(ops.max(maxima, axis=1, keepdims=True))
     counts = ops.stop_gradient(ops.where(ops.equal(maxima, found), counts, ops.zeros_like(counts)))
     # A zero with the gradient that the maximum has.
     change = ops.where(counts > 0, maxima - ops.stop_gradient(maxima), ops.zeros_like(maxima))
     share = counts / ops.maximum(ops.sum(counts, axis=1, keepdims=True), 1)
-    return ops.cast(found[:, 0] + ops.sum(share * change, axis=1), x.dtype)
+    return ops.cast(ops.reshape(found[:, 0] + ops.sum(share * change, axis=1), (-1, *kept)), x.dtype)
 
 
 def masked_average(gather: Gather, x: Any, mask: Any) -> Any:

@@ -35,6 +35,7 @@ def compute(
         x: the window of the layer's input, padding included.
         call: calls the layer.
     """
+    layer = kinds.core_of(layer)
     kind = type(layer)
     if kind in kinds.PADDING or kind in kinds.CROPPING:
         return x
@@ -73,6 +74,7 @@ def compute_own(
         add: a backend's `with_borders` for these ranks.
         call: calls the layer.
     """
+    layer = kinds.core_of(layer)
     convolution = layer.convolution_op
     widths = [(0, 0), *(one.sides for one in axes if isinstance(one, geometry.Windowed)), (0, 0)]
     # At least one, so that what is received is used on all ranks: backward it is exchanged, too.

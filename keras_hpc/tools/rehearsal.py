@@ -231,7 +231,8 @@ def main() -> None:
         step = step_of(model, arguments.batch_size)
         runner = parts.runner_of(model)
         if runner is not None or arguments.parts == 1:
-            messages = (0, 0) if runner is None else runner.plan.messages(arguments.batch_size)
+            whole = not parts.gives_parts(model)
+            messages = (0, 0) if runner is None else runner.plan.messages(arguments.batch_size, whole)
             gradients = sum(4 * math.prod(v.shape) for v in model.trainable_variables)
             found = Rehearsed(_seconds_of(step), *messages, gradients)
     if keras_hpc.rank() == 0:

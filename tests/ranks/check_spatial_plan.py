@@ -239,24 +239,76 @@ class Derived(Doubled):
     """Of which nobody has said so."""
 
 
+@keras_hpc.spatial.pointwise
+class Centred(layers.Layer):
+    """A layer of which somebody has said so wrongly."""
+
+    def call(self, x):
+        return x - keras.ops.mean(x, axis=(1, 2), keepdims=True)
+
+
+@keras_hpc.spatial.pointwise
+class Numbered(layers.Layer):
+    """Another one, whose values tell where they stand."""
+
+    def call(self, x):
+        return x + keras.ops.reshape(keras.ops.arange(x.shape[1], dtype=x.dtype), (-1, 1, 1))
+
+
+@keras_hpc.spatial.pointwise
+class Normalized(layers.Layer):
+    """Another one, in training only."""
+
+    def build(self, shape):
+        self.norm = layers.BatchNormalization()
+        self.norm.build(shape)
+
+    def call(self, x, training=False):
+        return self.norm(x, training=training)
+
+
+@keras_hpc.spatial.pointwise
+class Noisy(layers.Layer):
+    """A layer that draws and computes each position by itself."""
+
+    def build(self, shape):
+        self.drops = layers.Dropout(0.5)
+
+    def call(self, x, training=False):
+        return self.drops(x, training=training) + keras.random.normal(keras.ops.shape(x))
+
+
+MIXING = "mixes positions along axis 1: its values change beside others"
 REFUSED = [
     (pooled(Own, name="mine"), "`mine` (Own)"),
     (pooled(OwnConvolution, 3, 3, name="mine"), "`mine` (OwnConvolution)"),
     (pooled(Derived, name="mine"), "`mine` (Derived)"),
+    (pooled(Centred, name="mine"), f"`mine` (Centred) cannot be computed in parts: it {MIXING}"),
+    (pooled(Numbered, name="mine"), "needs all positions along axis 1: its values change without others"),
+    (pooled(Normalized, name="mine"), MIXING),
+    (pooled(layers.Lambda, lambda x: keras.ops.flip(x, 1), name="mine"), MIXING),
     (pooled(layers.Conv2D, 3, 3, data_format="channels_first"), "channels first"),
     (pooled(layers.Conv2D, 3, 3, activity_regularizer="l2"), "activity_regularizer"),
-    (pooled(layers.Conv2D, 3, 3, activation=lambda x: x / keras.ops.max(x)), "activation that is not one of Keras'"),
-    (pooled(layers.Activation, lambda x: x / keras.ops.max(x)), "activation that is not one of Keras'"),
-    (pooled(layers.UpSampling2D, 2, interpolation="bicubic"), "interpolates by 'bicubic'"),
+    (pooled(layers.Conv2D, 3, 3, activation=lambda x: x / keras.ops.max(x)), "an activation that mixes positions"),
+    (pooled(layers.Activation, lambda x: x / keras.ops.max(x)), "an activation that mixes positions"),
     (pooled(layers.BatchNormalization, axis=1), "along axis 1"),
-    (pooled(layers.GroupNormalization, 4, axis=1), "(GroupNormalization)"),
-    (pooled(layers.Softmax, axis=1), "(Softmax)"),
-    (pooled(layers.SpatialDropout2D, 0.5), "(SpatialDropout2D)"),
-    (pooled(layers.Dropout, 0.5, noise_shape=(None, 1, 1, 3)), "noise_shape"),
-    (pooled(layers.PReLU), "(PReLU)"),
-    (pooled(layers.Resizing, 8, 8), "has an output of (8, 8) rows"),
-    (pooled(layers.Resizing, 32, 32, antialias=True), "filters before it resizes"),
-    (pooled(layers.RandomFlip), "(RandomFlip)"),
+]
+OF_EVERYTHING = [
+    pooled(layers.UpSampling2D, 2, interpolation="bicubic"),
+    pooled(layers.GroupNormalization, 4, axis=1),
+    pooled(layers.Softmax, axis=1),
+    pooled(layers.PReLU),
+    pooled(layers.Resizing, 8, 8),
+    pooled(layers.Resizing, 32, 32, antialias=True),
+    pooled(layers.RandomFlip),
+]
+AS_THEIR_INPUTS = [
+    pooled(layers.SpatialDropout2D, 0.5),
+    pooled(layers.Dropout, 0.5, noise_shape=(None, 1, 1, 3)),
+    pooled(layers.Lambda, lambda x: x * keras.ops.sigmoid(x)),
+    pooled(layers.Conv2D, 3, 3, activation=lambda x: keras.ops.maximum(x, 0)),
+    pooled(layers.SpectralNormalization, layers.Conv2D(3, 3)),
+    pooled(Noisy),
 ]
 
 
@@ -271,6 +323,14 @@ def test_refused_layers(layer, words):
     assert not partition(model, 1).is_split
 
 
+def test_layers_that_get_everything_and_others():
+    first, last = pooled(layers.Conv2D, 3, 3, padding="same"), pooled(layers.Conv2D, 2, 1)
+    for layer, splits in ((OF_EVERYTHING, [1, 0, 1]), (AS_THEIR_INPUTS, [1, 1, 1])):
+        for one in layer:
+            plan = partition(make((16, 16, 3), first, one, last), 2)
+            assert [len(step.splits[0]) for _, step in plan.nodes()] == splits, str(plan)
+
+
 def test_refused_models():
     class Subclassed(keras.Model):
         pass
@@ -282,12 +342,6 @@ def test_refused_models():
     with pytest.raises(ValueError, match="extents of its images are known"):
         partition(make((None, 16, 3), pooled(layers.Conv2D, 3, 3)), 2)
     assert partition(make((16, None, 3), pooled(layers.Conv2D, 3, 3, padding="same")), 1)
-    inputs = keras.Input((16, 8, 3))
-    x = layers.Conv2D(4, 3, padding="same")(inputs)
-    with pytest.raises(ValueError, match=r"operand of shape \(16, 8, 1\)"):
-        partition(keras.Model(inputs, x * np.ones((16, 8, 1), "float32")), 2)
-    with pytest.raises(ValueError, match="mixes positions"):
-        partition(keras.Model(inputs, layers.Concatenate(axis=1)([x, x])), 2)
     for parts in (0, (2, 0), (), (1, 1, 1, 2), True, "2"):
         with pytest.raises(ValueError, match=r"number of parts.*Received: "):
             partition(make((16, 16, 3)), parts)

@@ -69,15 +69,16 @@ def test_losses_and_metrics_that_mix_positions_are_refused(grid):
 
 
 def test_refusals_come_from_compile(grid):
-    model = keras.Sequential([keras.Input((36, 12, 4)), layers.Conv2D(4, 3), layers.SpatialDropout2D(0.5, name="odd")])
-    with pytest.raises(ValueError, match=r"`odd` \(SpatialDropout2D\) cannot be computed in parts"):
+    class Own(layers.Layer):
+        def call(self, x):
+            return x
+
+    model = keras.Sequential([keras.Input((36, 12, 4)), layers.Conv2D(4, 3), Own(name="odd")])
+    with pytest.raises(ValueError, match=r"`odd` \(Own\) cannot be computed in parts"):
         model.compile("sgd", "mse")
     first = keras.Sequential([keras.Input((16, 36, 12)), layers.Conv2D(16, 3, data_format="channels_first")])
     with pytest.raises(ValueError, match="has its channels first; expected data_format='channels_last'"):
         first.compile("sgd", "mse")
-    bytes_ = keras.Sequential([keras.Input((36, 12, 4), dtype="uint8"), layers.UpSampling2D(interpolation="bilinear")])
-    with pytest.raises(ValueError, match="interpolates uint8"):
-        bytes_.compile("sgd", "mse")
     keras_hpc.partition(model, parts=1)
     model.compile("sgd", "mse")  # each rank of a group computes all of it
     x = np.ones((4, 36, 12, 4), "float32")

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F401, F811
+"""Operations on tensors, and layers that are no windows, in parts: gradients and outputs are those of one rank."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from keras_cases import assert_identical, enough_on, on_one_rank, values
+from spatial_cases import direct, grid, ranks
+
+import keras_hpc
+
+RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (4,)}
+SOAK = {"tensorflow": (3, 4), "jax": (3, 4), "torch": (2, 3)}
+TIMEOUT = 900
+
+
+def excited(x, reduce):
+    """Squeeze and excitation."""
+    return x * layers.Dense(6, activation="sigmoid")(reduce(x))
+
+
+def shuffled(x):
+    """Pixels of channels and back: rows are merged and divided."""
+    rows, columns = x.shape[1:3]
+    y = ops.reshape(layers.Conv2D(12, 1)(x), (-1, rows, columns, 2, 2, 3))
+    y = ops.reshape(ops.transpose(y, (0, 1, 3, 2, 4, 5)), (-1, 2 * rows, 2 * columns, 3))
+    return layers.Conv2D(3, 2, strides=2)(y)
+
+
+def focused(x):
+    """Every second row and column."""
+    y = ops.concatenate([x[:, ::2, ::2], x[:, 1::2, ::2], x[:, ::2, 1::2], x[:, 1::2, 1::2]], axis=-1)
+    return layers.UpSampling2D(2)(layers.Conv2D(6, 3, padding="same")(y))
+
+
+def swish(x):
+    return x * ops.sigmoid(x)
+
+
+@keras_hpc.spatial.whole
+class Centred(layers.Layer):
+    def call(self, x):
+        return x - ops.mean(x, axis=(1, 2), keepdims=True)
+
+
+@keras_hpc.spatial.pointwise
+class Gated(layers.Layer):
+    def build(self, shape):
+        self.dense = layers.Dense(shape[-1])
+        self.dense.build(shape)
+
+    def call(self, x, training=None):
+        return x * ops.sigmoid(self.dense(x))
+
+
+OPERATIONS = {
+    "slices": lambda x: x[..., :3] * x[..., 3:] + x[:, :, :, 1:2],
+    "a channel": lambda x: ops.expand_dims(x[..., 0] + ops.relu(x[..., -1]), -1),
+    "cropped": lambda x: ops.pad(x[:, 1:-2, 2:], ((0, 0), (2, 1), (1, 1), (0, 0)), constant_values=0.5),
+    "reflected": lambda x: ops.pad(x, ((0, 0), (1, 1), (0, 0), (0, 0)), mode="reflect"),
+    "focused": focused,
+    "split": lambda x: ops.concatenate([ops.tanh(y) for y in ops.split(x, 3, axis=-1)][::-1], axis=-1),
+    "stacked": lambda x: ops.max(ops.stack([x, 2 * x, ops.tanh(x)], axis=-1), axis=-1),
+    "unstacked": lambda x: ops.stack(ops.unstack(x, axis=-1)[::-1], axis=-1),
+    "groups": lambda x: ops.mean(ops.reshape(x, (-1, *x.shape[1:3], 2, 3)), axis=-2),
+    "layer of groups": lambda x: layers.Reshape((*x.shape[1:3], 6))(layers.Reshape((*x.shape[1:3], 2, 3))(x)),
+    "shuffled": shuffled,
+    "transposed": lambda x: ops.transpose(layers.Permute((2, 1, 3))(ops.tanh(x)), (0, 2, 1, 3)),
+    "moved": lambda x: ops.moveaxis(ops.swapaxes(x, 2, -1), 2, 3),
+    "flipped": lambda x: x + ops.flip(x, axis=1) + ops.roll(x, 2, axis=2),
+    "joined": lambda x: layers.Concatenate(axis=1)([x, layers.Conv2D(6, 1)(x)]),
+    "softmax of rows": lambda x: x * layers.Softmax(axis=1)(x) + ops.softmax(x, axis=-1),
+    "mean": lambda x: excited(x, lambda y: ops.mean(y, axis=(1, 2), keepdims=True)),
+    "sum": lambda x: x * 0.01 * ops.sum(x, axis=[1, 2], keepdims=True),
+    "extremes": lambda x: x * ops.max(x, axis=(1, 2), keepdims=True) - ops.min(x, axis=(1, 2, 3), keepdims=True),
+    "normalized": lambda x: (x - ops.mean(x, (1, 2), True)) / (ops.std(x, (1, 2), True) + ops.var(x, (1, 2), True)),
+    "of an axis": lambda x: x * ops.mean(x, axis=1, keepdims=True) + ops.sum(x, axis=2, keepdims=True),
+    "moments": lambda x: x * ops.moments(x, axes=(1, 2), keepdims=True)[1],
+    "of channels": lambda x: layers.Multiply()([x, ops.max(x, axis=-1, keepdims=True), ops.mean(x, -1, True)]),
+    "lambda": lambda x: layers.Lambda(lambda y: y * ops.sigmoid(y))(x),
+    "activation": lambda x: layers.Conv2D(3, 3, padding="same", activation=swish)(x),
+    "own": lambda x: Gated()(Centred()(x)),
+    "spectral": lambda x: layers.SpectralNormalization(layers.Conv2D(3, 3, strides=2, padding="same"))(
+        layers.SpectralNormalization(layers.Dense(4))(x)
+    ),
+    "constant": lambda x: x * np.linspace(0, 1, x.shape[1]).reshape(-1, 1, 1).astype("float32"),
+    "over rows": lambda x: layers.TimeDistributed(layers.Conv1D(3, 3, padding="same"))(x),
+    "recurrent": lambda x: layers.TimeDistributed(layers.SimpleRNN(3, return_sequences=True))(x),
+    "attention": lambda x: layers.MultiHeadAttention(2, 3, attention_axes=(1, 2))(x, x),
+    "cubic": lambda x: layers.UpSampling2D(2, interpolation="bicubic")(x),
+    "PReLU": lambda x: layers.PReLU(alpha_initializer="ones")(x - 1),
+}
+
+
+def model_of(operations):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((14, 8, 2))
+    x = layers.Conv2D(6, 3, padding="same", activation="tanh")(inputs)
+    outputs = [layers.Conv2D(2, (3, 1), padding="same")(OPERATIONS[name](x)) for name in operations]
+    pooled = [layers.GlobalAveragePooling2D()(ops.tanh(y)) for y in outputs]
+    model = keras.Model(inputs, layers.Dense(3)(layers.Concatenate()(pooled) if len(pooled) > 1 else pooled[0]))
+    model.compile(keras.optimizers.SGD(1.0), "mse")
+    return model
+
+
+def check(operations):
+    def step(samples):
+        model = model_of(operations)
+        before = values(model)
+        x = np.random.default_rng(0).normal(size=(4, 14, 8, 2)).astype("float32")
+        y = np.random.default_rng(1).normal(size=(4, 3)).astype("float32")
+        rows = slice(0, 4) if samples == 4 else slice(keras_hpc.group() * samples, (keras_hpc.group() + 1) * samples)
+        loss = model.train_on_batch(x[rows], y[rows])
+        return float(loss), [b - a for a, b in zip(before, values(model), strict=True)], direct(model, x), model
+
+    loss, expected, outputs, _ = on_one_rank(lambda: (*step(4)[:3], None))
+    mine, found, of_parts, model = step(4 // keras_hpc.group_count())
+    assert keras_hpc.allreduce(mine) == pytest.approx(loss, rel=1e-5)
+    scale = max(np.abs(g).max() for g in expected)
+    assert scale > 1e-2
+    names = [w.path for w in model.weights]
+    for name, a, b in zip(names, found, expected, strict=True):
+        assert np.abs(a - b).max() <= 1e-5 * scale, (name, np.abs(a - b).max(), scale)
+    np.testing.assert_allclose(of_parts, outputs, rtol=1e-5, atol=1e-5 * np.abs(outputs).max())
+    assert_identical(values(model))
+
+
+def test_operations_at_once(grid):
+    if keras.backend.backend() == "torch":
+        check(OPERATIONS)
+    else:  # most of the time is compiling
+        check(["a channel", "normalized"])
+
+
+@enough_on()
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation(operation, grid):
+    check([operation])
