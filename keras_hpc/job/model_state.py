@@ -25,6 +25,7 @@ class ModelState:
         takes_any_batch: whether it takes other batch sizes than its inputs say, by that size and its number of layers.
         step_was_tried: whether it is known that its own `train_step` gives gradients that ranks may average.
         mixing_was_tried: whether it was asked if what it gives for a sample depends on other samples.
+        told_apart: whether the user was told that ranks have other weights.
         early_start: its hooks that start reductions in backward (PyTorch).
         runner: computes it in parts (`spatial.run.Runner`); None: it does not, or nobody has asked yet.
         is_planned: whether it is known how it is computed.
@@ -42,6 +43,7 @@ class ModelState:
     takes_any_batch: dict[tuple[int, int], bool] = dataclasses.field(default_factory=dict)
     step_was_tried: bool = False
     mixing_was_tried: bool = False
+    told_apart: bool = False
     early_start: Any = None
     runner: Any = None
     is_planned: bool = False

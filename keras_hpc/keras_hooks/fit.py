@@ -10,8 +10,7 @@ The only file that changes Keras' trainer, its iterator over data and its list o
    epoch and on whether a callback may end training after any batch, and start with equal replicas (`replicas`).
 5. The first step makes equal what only a step builds. Each step reduces in `Optimizer.apply` (`optimizer`).
 6. The logs of an epoch are those of all ranks (`metrics`); validation is an `evaluate`.
-7. `on_epoch_end`: ranks agree whether to stop, as in `on_epoch_begin`; a `Checkpoint` saves. At the end all is made
-   equal (`settling`).
+7. `on_epoch_end`: ranks compare weights and agree to stop; a `Checkpoint` saves. Then all is made equal (`settling`).
 """
 
 from __future__ import annotations
@@ -394,6 +393,7 @@ def _on_epoch_end(original: Method) -> Method:
             stopping.agree(call)
             if call.model.stop_training:
                 settling.settle(call.model)
+            replicas.after_epoch(call.model, epoch)
         if call.session is not None:
             call.session.after_epoch(self, epoch)
 

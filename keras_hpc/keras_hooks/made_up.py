@@ -21,7 +21,7 @@ def samples(leaf: Any, seed: int = 0) -> Any:
     """Return samples like those of a batch, or of the specification of one: arrays, or None."""
     if leaf is None or type(leaf).__name__ == "OptionalSpec":
         return None
-    dtype = np.dtype(keras.backend.standardize_dtype(leaf.dtype).replace("bfloat16", "float32"))
+    dtype = np.dtype(keras.backend.standardize_dtype(leaf.dtype).replace("bfloat16", "float32").replace("string", "U1"))
     shape = [_UNKNOWN_LENGTH if length is None else length for length in leaf.shape]
     if not shape:
         return np.ones((), dtype)

@@ -144,12 +144,15 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool,
                 )
             moved = trials[0].moved, trials[1].moved
             kinds = [metric_kinds.kind_of(metric, *moved) for metric in metric_kinds.of_model(model)]
-            large = alone
+            can_be_cut = not noisy and _can_be_cut(model, trials[1])
+            limits = False
             if not is_keras_own(model):
-                large = _Tries(model, rest, None, _LARGE).norms(given[1], len(alone)) / _LARGE
-            limits = _are_limited(large, alone)
+                large = _Tries(model, rest, twin, _LARGE), _Tries(model, rest, None, _LARGE)
+                limits = _are_limited(large[1].norms(given[1], len(alone)) / _LARGE, alone)
+                # Those of each sample that are limited by themselves have a mean like any other.
+                limits = limits and not (can_be_cut and _adds_up(model, *large, samples, batch))
             # What limits gradients makes no means of them, whatever the loss.
-            together = not (noisy or limits) and not _adds_up(model, *trials, samples, batch)
+            together = can_be_cut and not limits and not _adds_up(model, *trials, samples, batch)
     except Exception:  # noqa: BLE001  a step may refuse made-up samples; what is wrong with it, it raises again
         return _UNKNOWN, 0.0, False, []
     found = (_TOGETHER if together else _FINE), 1.0
@@ -207,10 +210,13 @@ def _restored(model: Any) -> Iterator[None]:
             backends.current().assign(variable, value)
 
 
+def _can_be_cut(model: Any, alone: _Tries) -> bool:
+    """Return whether parts of a batch say what ranks do: not where a step asks all ranks, or normalizes batches."""
+    return not alone.communicates and not any(map(normalization.is_normalization, model._flatten_layers()))
+
+
 def _adds_up(model: Any, rank: _Tries, alone: _Tries, samples: Any, batch: Any) -> bool:
     """Return whether the gradients of two parts of a batch have those of the batch as their mean."""
-    if alone.communicates or any(map(normalization.is_normalization, model._flatten_layers())):
-        return True  # nobody can know here: the step may ask all ranks, or normalize their parts
     # The twin divides by as large a sum of weights or of a mask as this rank.
     alike = rank.step is not None and rank.step.uses["divisors"] > 0
 

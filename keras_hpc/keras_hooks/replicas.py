@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from keras_hpc.errors import ReplicaMismatchError
-from keras_hpc.job import current
+from keras_hpc.job import current, log
 from keras_hpc.keras_hooks.sharded import whole
 from keras_hpc.keras_hooks.variables import (
     accumulators,
@@ -256,6 +256,32 @@ def compare(team: Any, variables: Sequence[Any], values: Sequence[Any], when: st
             f"The replicas differ{when}: variable {variable.path!r} holds other values on rank "
             f"{', '.join(map(str, odd))} than on the other{'s' * (team.size - len(odd) > 1)}."
         )
+
+
+def after_epoch(model: Any, epoch: int) -> None:
+    """Warn once of weights that ranks have moved apart, each by what only it knows. Collective on the model's team.
+
+    Optimizers move all ranks' weights alike. A step or a callback of the user's own may move them without one.
+
+    Args:
+        model: the model.
+        epoch: its number.
+    """
+    state, team = current.job().known.model(model), current.team_of(model)
+    if state.told_apart or team.size == 1:
+        return
+    trained, apart = set(map(id, model.trainable_variables)), known_apart()
+    weights = [v for v in replicated_variables(model) if id(v) in trained and id(v) not in apart]
+    try:
+        compare(team, weights, [variable._value for variable in weights], f" after epoch {epoch + 1}")
+    except ReplicaMismatchError as error:
+        state.told_apart = True
+        if team.rank == 0:
+            log.warning(
+                f"model `{model.name}`: {error} What a `train_step` or a callback changes without an optimizer of "
+                "Keras or torch.optim must come out alike on all ranks. Where it depends on samples, average first: "
+                "gradients = keras_hpc.allreduce(gradients)"
+            )
 
 
 def after_step(model: Any, results: Any) -> None:

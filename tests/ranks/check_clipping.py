@@ -267,6 +267,38 @@ def test_what_a_train_step_does_to_gradients_by_hand_is_said(change, warnings):
     assert len(warnings()) == (change is by_hand and job().size > 1 and job().rank == 0)
 
 
+class ClipsSamples(keras.Sequential):
+    """Limits the gradients of each sample, as for differential privacy, before it takes their mean (JAX)."""
+
+    def train_step(self, state, data):
+        import jax
+
+        trainable, others, optimizer, metrics = state
+
+        def loss_of(trainable, x, y):
+            return ops.mean(ops.square(self.stateless_call(trainable, others, x[None], training=True)[0] - y[None]))
+
+        found = jax.vmap(jax.grad(loss_of), (None, 0, 0))(trainable, *data)
+        sizes = ops.sqrt(sum(ops.sum(ops.square(ops.reshape(g, (len(g), -1))), axis=1) for g in found))
+        limited = [ops.mean(jax.vmap(ops.multiply)(g, ops.minimum(1.0, 0.1 / sizes)), axis=0) for g in found]
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, limited, trainable)
+        return {"loss": ops.zeros(())}, (trainable, others, optimizer, metrics)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="has no gradients of each sample in one call")
+def test_limits_of_each_sample_are_those_of_one_rank(warnings):
+    def train():
+        keras.utils.set_random_seed(3)
+        model = ClipsSamples([keras.Input((X.shape[1],)), keras.layers.Dense(Y.shape[1])])
+        model.compile(keras.optimizers.SGD(0.1))
+        model.fit(X[:31], Y[:31], batch_size=12, shuffle=False, verbose=0)
+        return values(model)
+
+    alone = on_one_rank(train)
+    assert_close(train(), alone, 3e-6)
+    assert not warnings()
+
+
 def test_limits_of_an_optimizer_are_nothing_to_be_said(warnings):
     fit(linearly(), keras.optimizers.SGD(0.1, global_clipnorm=0.1))
     assert not warnings()

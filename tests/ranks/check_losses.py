@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import keras
 import pytest
-from keras_cases import enough, enough_on, job, on_one_rank
+from keras_cases import assert_close, enough, enough_on, job, on_one_rank, values
 from regression import BATCH, X, Y, compare, dense, masked_by_hand, rmse
 
 import keras_hpc
@@ -251,3 +251,22 @@ def test_a_layer_that_mixes_the_samples_of_a_batch_is_named(kind, caplog):
         model.fit(*given, steps_per_epoch=1, verbose=0)
     named = kind == "of the batch" and job().rank == 0 and job().size > 1
     assert ("depends on the other samples" in caplog.text) == named
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="has no tensors of texts")
+def test_a_model_of_texts_with_a_layer_of_ones_own_trains():
+    import tensorflow as tf
+
+    batches = tf.data.Dataset.from_tensor_slices(([["a"], ["b"]] * 4, [[1.0]] * 8)).batch(4)
+
+    def train():
+        keras.utils.set_random_seed(5)
+        texts = keras.Input((1,), dtype="string")
+        known = keras.layers.Embedding(3, 2)(keras.layers.StringLookup(vocabulary=["a", "b"])(texts))
+        model = keras.Model(texts, keras.layers.Dense(1)(Less(ops.zeros_like)(keras.layers.Flatten()(known))))
+        model.compile("sgd", "mse")
+        model.fit(batches, verbose=0)
+        return values(model)
+
+    alone = on_one_rank(train)
+    assert_close(train(), alone, 3e-6)
