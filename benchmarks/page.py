@@ -65,8 +65,8 @@ ways to train on two ranks, in turns, each against its own step on one rank.
 - *MWMS* is tf-keras, which is Keras 2, with `MultiWorkerMirroredStrategy` over gRPC.
 - `--mbit 1000` and `--mbit 2500`: each rank has a host made of namespaces, as above, with links of 1 or 2.5 Gbit/s.
 
-**Scaling** (`make simulate`, `make simulate-large`): the engine on *simulated* nodes. `python -m benchmarks validation` shows how near the
-simulator comes where the engine can be measured. See [simulation.md](simulation.md).
+**Scaling** (`make simulate`, `make simulate-large`): the engine on *simulated* nodes. `python -m benchmarks validation`
+shows how near the simulator comes where the engine can be measured. See [simulation.md](simulation.md).
 """
 
 

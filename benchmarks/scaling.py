@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps on 2 to 4,096 simulated nodes: `make simulate`, `make simulate-large`. Nothing here is measured but the timelines."""
+"""Training steps on 2 to 4,096 simulated nodes. Nothing here is measured but the timelines."""
 
 from __future__ import annotations
 
