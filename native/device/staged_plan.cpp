@@ -214,8 +214,7 @@ bool StagedPlan::give_back() {
       const std::lock_guard lock(mutex_);
       if (error_) return any;  // and the memory may be the caller's again
       const Tensor& t = of(back_count_);
-      // The first pipelined step has no mean yet, and makes no update.
-      if (t.data != 0 && (pipeline_ == nullptr || pipeline_->updates() > 0))
+      if (t.data != 0)
         device_.check(device_.api().copy_to_device(t.data, place(back_count_), nbytes(back_count_), in_->handle()),
                       "cuMemcpyHtoDAsync");
     }
