@@ -124,10 +124,11 @@ def compute(
             keys[places[axis]] = slice(None, None, window.stride)
         return call(x, tuple(keys))
     settings: dict[str, Any] = {}
+    known = tuple(-1 if rows is None else rows for rows in shape)
     if type(operation) is layers.Reshape:
-        settings = {"target_shape": tuple(shape[1:]), "_resolved_target_shape": tuple(shape[1:])}
+        settings = {"target_shape": known[1:], "_resolved_target_shape": known[1:]}  # the latter in older Keras
     elif name == "Reshape":
-        settings = {"newshape": tuple(-1 if rows is None else rows for rows in shape)}
+        settings = {"newshape": known}
     elif name == "Pad":
         widths = _widths(operation, len(args[0].shape))
         settings = {"pad_width": tuple((0, 0) if axis in windows else each for axis, each in enumerate(widths))}

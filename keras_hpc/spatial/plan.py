@@ -301,9 +301,12 @@ class Plan:
         windows = {axis: window for axis, window in effect.windows.items() if axis in have}
         large = {a for a, window in windows.items() if window.outputs >= self.grid.parts[a - 1] * self.min_rows}
         split = have & (effect.kept | large)
+        inputs = node.input_tensors
+        broadcasts = any(x.shape[axis] != inputs[0].shape[axis] for x in inputs for axis in split)
+        if broadcasts or not (split or windows):
+            return self._everything(node, before)
         fetches = (
-            fetch(self.grid, x.shape, one, split, windows, effect.fill)
-            for x, one in zip(node.input_tensors, before, strict=True)
+            fetch(self.grid, x.shape, one, split, windows, effect.fill) for x, one in zip(inputs, before, strict=True)
         )
         is_layer = isinstance(node.operation, keras.layers.Layer)
         kind = "layer" if is_layer and type(node.operation) is not keras.layers.Reshape else "operation"

@@ -106,6 +106,8 @@ class Maker(LayerMaker):
         return x * (1.0 + scale) + offset
 
     def function(self, x):
+        if self.chance(0.4):
+            return self.of_positions(x)
         ops = keras.ops
         return self.pick(
             lambda: ops.tanh(x), lambda: ops.square(x) * 0.3, lambda: ops.sigmoid(x) - 0.5, lambda: 2.0 * x,
@@ -114,6 +116,25 @@ class Maker(LayerMaker):
             lambda: ops.softmax(x, axis=-1), lambda: x * ops.stop_gradient(ops.sigmoid(x)), lambda: x / 2.0,
             lambda: ops.exp(-ops.square(x)), lambda: ops.cast(x > 0.2, x.dtype) * x, lambda: ops.log1p(ops.abs(x)),
             lambda: ops.logaddexp(x, 0.5), lambda: ops.silu(x), lambda: x**2,
+        )()  # fmt: skip
+
+    def of_positions(self, x):
+        """Operations that move positions, or read several."""
+        ops, (rows, *_, channels) = keras.ops, x.shape[1:]
+        space, others = list(range(1, self.dims + 1)), [(0, 0)] * self.dims
+        again = [0, *space[::-1], self.dims + 1]
+        return self.pick(
+            lambda: x * ops.mean(x, axis=space, keepdims=True), lambda: x - ops.max(x, axis=space, keepdims=True),
+            lambda: x / (1.0 + ops.std(x + 0.1 * ops.tanh(x), axis=space, keepdims=True)),
+            lambda: x + 0.1 * ops.sum(x, axis=self.pick(*space), keepdims=True), lambda: x[..., :1] * x,
+            lambda: ops.concatenate(ops.split(x, channels, axis=-1)[::-1], axis=-1), lambda: ops.flip(x, axis=1) + x,
+            lambda: x[:, self.pick(0, 1, 2) :: self.pick(1, 2, 3)] if rows > 2 else x, lambda: x[:, : rows // 2 + 1],
+            lambda: ops.pad(x, [(0, 0), (self.pick(0, 1, 3), 1), *others], constant_values=0.5),
+            lambda: ops.max(ops.reshape(x, (-1, *x.shape[1:-1], channels, 1)), axis=-1),
+            lambda: ops.transpose(x, again), lambda: ops.expand_dims(ops.tanh(x[..., 0]), -1),
+            lambda: ops.roll(x, 2, axis=self.pick(*space)),
+            lambda: layers.Lambda(lambda y: y * keras.ops.sigmoid(y))(x),
+            lambda: self.layer("SpatialDropout")(0.0)(x), lambda: ops.softmax(x, axis=1) * rows,
         )()  # fmt: skip
 
     # ---- models and layers that are used several times
