@@ -238,7 +238,11 @@ def _merge_virtual(states: Any, team: Any, variables: Sequence[Any], merging: li
 
 def _twin(metric: Any) -> Any:
     """Return a metric with variables of its own, whatever arguments its class wants."""
-    fresh = {id(v): keras.Variable(v.value, dtype=v.dtype, trainable=False, name=v.name) for v in metric.variables}
+    # A copy: on PyTorch a variable takes the tensor that it is given, and an assignment writes into it.
+    fresh = {
+        id(v): keras.Variable(keras.ops.copy(v.value), dtype=v.dtype, trainable=False, name=v.name)
+        for v in metric.variables
+    }
 
     def replaced(value: Any) -> Any:
         if isinstance(value, list):
