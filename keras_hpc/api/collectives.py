@@ -90,7 +90,7 @@ def allreduce(x: Any, op: str = "mean", team: int = 0, out: np.ndarray | None = 
     {'all': True, 'any': [True]}
     """
     members = team_number(team)
-    from keras_hpc.keras_hooks import running  # with Keras, which init() has imported
+    from keras_hpc.keras_hooks import running
 
     if (trial := running.trial()) is not None:
         trial.communicates = True
@@ -158,8 +158,8 @@ def check_replicas(model: Any, team: int = 0) -> None:
         ReplicaMismatchError: on all ranks, naming the first variable that differs, and the ranks; or one of them alone
             has loaded or set the state of a sharded optimizer.
     """
-    from keras_hpc.keras_hooks import replicas, variables
     from keras_hpc.keras_hooks.sharded import whole
+    from keras_hpc.keras_hooks.state import replicas, variables
 
     members = team_number(team)
     whole.check_loaded_alike(model, ReplicaMismatchError)

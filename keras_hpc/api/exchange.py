@@ -203,8 +203,8 @@ def _broadcast(members: Team, x: Any, root: Any) -> Any:
         objects += [i for i, leaf in enumerate(leaves) if values.is_number(leaf)]
         arrays = {} if variables else {i: values.array_of(leaves[i]) for i in set(range(len(leaves))) - set(objects)}
     if variables:
-        from keras_hpc.keras_hooks import replicas
-        from keras_hpc.keras_hooks.variables import broadcast_variables
+        from keras_hpc.keras_hooks.state import replicas
+        from keras_hpc.keras_hooks.state.variables import broadcast_variables
 
         broadcast_variables(members, variables, root)
         for item in x if isinstance(x, (list, tuple)) else [x]:
@@ -267,7 +267,7 @@ def _variables(x: Any) -> list[Any]:
     if isinstance(x, keras.Variable):
         return [x]
     if isinstance(x, keras.Layer):
-        from keras_hpc.keras_hooks.variables import buffers
+        from keras_hpc.keras_hooks.state.variables import buffers
 
         return [*x.variables, *buffers(x)]
     if isinstance(x, keras.optimizers.Optimizer):

@@ -59,7 +59,8 @@ def step(samples: Any) -> Iterator[None]:
         return
     if current.job().virtual is not None:
         raise ValueError("With init(virtual_ranks=) models are trained by `fit` so far. Received: keras_hpc.step()")
-    from keras_hpc.keras_hooks import running, seeds
+    from keras_hpc.keras_hooks import running
+    from keras_hpc.keras_hooks.state import seeds
 
     with running.running_step(running.Step(None, "loop", False, samples)), seeds.of_rank(None):
         yield
@@ -73,7 +74,7 @@ def average_statistics(model: Any) -> None:
     Args:
         model: a model or layer.
     """
-    from keras_hpc.keras_hooks import variables
+    from keras_hpc.keras_hooks.state import variables
 
     variables.average(current.team_of(model), [*variables.per_rank_state(model), *variables.common_buffers(model)])
 

@@ -190,7 +190,7 @@ def drain(model: Any) -> None:
     Of teams with local steps it averages weights, what optimizers keep, and statistics. `fit`, `evaluate` and `predict`
     do so themselves. For loops of your own: before they keep the state of a training, and at their end.
     """
-    from keras_hpc.keras_hooks import settling
+    from keras_hpc.keras_hooks.state import settling
 
     current.job()
     settling.settle(model, statistics=True)

@@ -3,6 +3,6 @@
 
 from keras_hpc.keras_hooks.install import begin, install, uninstall
 from keras_hpc.keras_hooks.keras_private import check
-from keras_hpc.keras_hooks.settling import say_what_is_left
+from keras_hpc.keras_hooks.state.settling import say_what_is_left
 
 __all__ = ["begin", "check", "install", "say_what_is_left", "uninstall"]

@@ -16,7 +16,8 @@ import keras
 import numpy as np
 
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import keras_private, parts, running, variables
+from keras_hpc.keras_hooks import keras_private, parts, running
+from keras_hpc.keras_hooks.state import variables
 
 
 def install(job: Any, patcher: Any) -> None:

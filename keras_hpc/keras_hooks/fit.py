@@ -29,21 +29,19 @@ from keras_hpc.keras_hooks import (
     batch_logs,
     building,
     keras_private,
-    local_steps,
     losses,
     metrics,
     parts,
-    replicas,
     root_only,
     running,
-    seeds,
-    settling,
     step_functions,
     stopping,
 )
 from keras_hpc.keras_hooks.checkpoint.session import Session
 from keras_hpc.keras_hooks.data import predicting, sharding
+from keras_hpc.keras_hooks.schedules import local_steps
 from keras_hpc.keras_hooks.sharded import whole
+from keras_hpc.keras_hooks.state import replicas, seeds, settling
 from keras_hpc.keras_hooks.virtual import guards
 
 Method = Callable[..., Any]

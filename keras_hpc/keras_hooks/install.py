@@ -8,26 +8,22 @@ from typing import Any
 
 from keras_hpc.keras_hooks import (
     building,
-    clipping,
     earlier_traces,
     fit,
     losses,
     metric_numbers,
     metrics,
-    normalization,
-    optimizer,
     part_losses,
     parts,
-    replicas,
     saving,
-    seeds,
     single_samples,
-    torch_optim,
 )
 from keras_hpc.keras_hooks.checkpoint.loops import Checkpoints
+from keras_hpc.keras_hooks.gradients import clipping, optimizer, torch_optim
 from keras_hpc.keras_hooks.sharded import opaque
 from keras_hpc.keras_hooks.sharded import update as sharded_update
 from keras_hpc.keras_hooks.sharded import whole as sharded_whole
+from keras_hpc.keras_hooks.state import normalization, replicas, seeds
 from keras_hpc.keras_hooks.virtual import beginning
 from keras_hpc.keras_hooks.virtual.states import States
 

@@ -26,16 +26,9 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.keras_hooks import (
-    float8,
-    keras_private,
-    normalization,
-    pair_losses,
-    part_losses,
-    running,
-    unchanged,
-    variables,
-)
+from keras_hpc.keras_hooks import float8, keras_private, part_losses, running
+from keras_hpc.keras_hooks.state import normalization, variables
+from keras_hpc.keras_hooks.trials import pair_losses, unchanged
 
 _TOLERANCE = 0.02  # of a ratio that is 1 or 2 but for rounding
 _NOISY = 0.3  # where layers draw random numbers

@@ -22,8 +22,9 @@ from typing import Any
 import keras
 
 from keras_hpc.job import current, log
-from keras_hpc.keras_hooks import losses, pair_losses, running
-from keras_hpc.keras_hooks.metric_kinds import MEAN, SUM, UNKNOWN, kinds
+from keras_hpc.keras_hooks import losses, running
+from keras_hpc.keras_hooks.trials import pair_losses
+from keras_hpc.keras_hooks.trials.metric_kinds import MEAN, SUM, UNKNOWN, kinds
 
 
 class _Asked(threading.local):

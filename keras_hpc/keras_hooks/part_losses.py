@@ -22,7 +22,8 @@ from typing import Any
 
 import keras
 
-from keras_hpc.keras_hooks import keras_private, pair_losses, parts, running
+from keras_hpc.keras_hooks import keras_private, parts, running
+from keras_hpc.keras_hooks.trials import pair_losses
 
 Method = Callable[..., Any]
 _ASKED_ROWS = 8  # of made-up samples, of each axis

@@ -16,8 +16,10 @@ import keras
 
 from keras_hpc import backends
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import keras_private, own_steps, running, seeds
+from keras_hpc.keras_hooks import keras_private, running
 from keras_hpc.keras_hooks.data.arrays import digest
+from keras_hpc.keras_hooks.state import seeds
+from keras_hpc.keras_hooks.trials import own_steps
 from keras_hpc.spatial.masks import Masks
 from keras_hpc.spatial.partition import plan_of
 from keras_hpc.spatial.plan import Plan, Split, functional_of

@@ -23,8 +23,9 @@ import numpy as np
 import xxhash
 
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import running, settling, variables
+from keras_hpc.keras_hooks import running
 from keras_hpc.keras_hooks.sharded import whole
+from keras_hpc.keras_hooks.state import settling, variables
 
 _DONE, _FAILED = "done", "failed: "
 _POLL_SECONDS = 0.01

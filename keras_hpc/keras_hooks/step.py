@@ -18,8 +18,10 @@ from typing import Any
 import keras
 
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import building, layer_states, losses, normalization, own_steps, running, seeds
-from keras_hpc.keras_hooks.variables import buffers
+from keras_hpc.keras_hooks import building, losses, running
+from keras_hpc.keras_hooks.state import layer_states, normalization, seeds
+from keras_hpc.keras_hooks.state.variables import buffers
+from keras_hpc.keras_hooks.trials import own_steps
 
 StepFunction = Callable[..., Any]
 Begin = Callable[[Any], contextlib.AbstractContextManager[running.Step]]

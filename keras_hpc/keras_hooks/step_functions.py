@@ -12,7 +12,10 @@ import keras
 
 from keras_hpc import backends
 from keras_hpc.job import current, meter, trace
-from keras_hpc.keras_hooks import building, early_start, losses, mixed_samples, own_steps, replicas, running, step
+from keras_hpc.keras_hooks import building, losses, running, step
+from keras_hpc.keras_hooks.gradients import early_start
+from keras_hpc.keras_hooks.state import replicas
+from keras_hpc.keras_hooks.trials import mixed_samples, own_steps
 from keras_hpc.keras_hooks.virtual import steps
 
 Method = Callable[..., Any]

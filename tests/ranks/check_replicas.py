@@ -89,7 +89,7 @@ def test_found_in_steps_at_once_and_one_by_one():
 
 
 def test_healthy_training_goes_on(monkeypatch):
-    from keras_hpc.keras_hooks import replicas
+    from keras_hpc.keras_hooks.state import replicas
 
     compared = []
     compare = replicas.compare

@@ -11,7 +11,7 @@ import pytest
 from keras_cases import data, job
 
 import keras_hpc
-from keras_hpc.keras_hooks import variables
+from keras_hpc.keras_hooks.state import variables
 
 BATCH, EPOCHS, STEPS = 12, 3, 8  # of 185 samples on 2 ranks
 X, Y = data()

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from keras_hpc.keras_hooks import variables
+from keras_hpc.keras_hooks.state import variables
 
 Described = list[Any]  # path, dtype, shape
 

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import seeds
+from keras_hpc.keras_hooks.state import seeds
 
 # Of virtual ranks, their streams of random numbers inside of steps.
 _STREAMS_OF_PARTS = {

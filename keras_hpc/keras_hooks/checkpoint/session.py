@@ -19,9 +19,10 @@ import numpy as np
 
 from keras_hpc import callbacks as ours
 from keras_hpc.job import supervised
-from keras_hpc.keras_hooks import building, running, settling
+from keras_hpc.keras_hooks import building, running
 from keras_hpc.keras_hooks.checkpoint import callback_state, position, snapshot, stop_signals, storage
 from keras_hpc.keras_hooks.checkpoint.store import Store
+from keras_hpc.keras_hooks.state import settling
 
 
 class Session:

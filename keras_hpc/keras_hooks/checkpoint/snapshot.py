@@ -22,11 +22,12 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import bytes_of, dtype_of
-from keras_hpc.keras_hooks import delayed, local_states, variables
 from keras_hpc.keras_hooks.checkpoint import likeness, random_states, shared_out, tensors
 from keras_hpc.keras_hooks.checkpoint.places import Places
 from keras_hpc.keras_hooks.checkpoint.shared_out import Slots
-from keras_hpc.keras_hooks.variables import standard_dtype
+from keras_hpc.keras_hooks.schedules import delayed, local_states
+from keras_hpc.keras_hooks.state import variables
+from keras_hpc.keras_hooks.state.variables import standard_dtype
 
 # Kinds of what a rank has of its own. Of virtual ranks, a row for each of all.
 _RANDOM, _SEED, _METRIC, _STATE, _PARTS, _SENT = "random", "seed", "metric", "state", "parts", "sent"

@@ -11,7 +11,8 @@ import keras
 from keras import tree
 
 from keras_hpc.data import Dataset
-from keras_hpc.keras_hooks import keras_private, seeds
+from keras_hpc.keras_hooks import keras_private
+from keras_hpc.keras_hooks.state import seeds
 
 _is_tf_dataset = keras_private.adapter(":is_tf_dataset")
 

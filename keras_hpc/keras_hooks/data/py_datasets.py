@@ -12,10 +12,11 @@ import keras
 import numpy as np
 
 from keras_hpc.data import Dataset
-from keras_hpc.keras_hooks import keras_private, seeds
+from keras_hpc.keras_hooks import keras_private
 from keras_hpc.keras_hooks.data import rows
 from keras_hpc.keras_hooks.data.arrays import digest
 from keras_hpc.keras_hooks.data.partition import Partition, Passes, Shard
+from keras_hpc.keras_hooks.state import seeds
 
 OrderedEnqueuer = keras_private.adapter("py_dataset_adapter:OrderedEnqueuer")
 PyDatasetAdapter = keras_private.adapter("py_dataset_adapter:PyDatasetAdapter")

@@ -12,8 +12,9 @@ import numpy as np
 from keras_hpc.job import log
 from keras_hpc.job.current import Job
 from keras_hpc.job.team import Team
-from keras_hpc.keras_hooks import building, keras_private, running, seeds
+from keras_hpc.keras_hooks import building, keras_private, running
 from keras_hpc.keras_hooks.data.partition import Shard
+from keras_hpc.keras_hooks.state import seeds
 
 _can_convert_arrays = keras_private.adapter("array_data_adapter:can_convert_arrays")
 _is_tf_dataset = keras_private.adapter(":is_tf_dataset")

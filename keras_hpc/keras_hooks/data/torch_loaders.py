@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from keras_hpc.keras_hooks import keras_private, seeds
+from keras_hpc.keras_hooks import keras_private
 from keras_hpc.keras_hooks.data import rows
 from keras_hpc.keras_hooks.data.arrays import digest
 from keras_hpc.keras_hooks.data.partition import Passes, Shard, deal
+from keras_hpc.keras_hooks.state import seeds
 
 TorchDataLoaderAdapter = keras_private.adapter("torch_data_loader_adapter:TorchDataLoaderAdapter")
 

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from keras_hpc.keras_hooks import keras_private
-from keras_hpc.keras_hooks import variables as model_variables
+from keras_hpc.keras_hooks.state import variables as model_variables
 
 # They update each element by itself, with operations that give the same bits wherever a vector of the processor ends.
 # So a variable may be cut anywhere. (Not Ftrl: powers are other bits in vectors than one by one.)

@@ -21,9 +21,9 @@ import xxhash
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.keras_hooks import running
-from keras_hpc.keras_hooks import variables as model_variables
 from keras_hpc.keras_hooks.sharded import kinds
 from keras_hpc.keras_hooks.sharded.layout import Piece, deal
+from keras_hpc.keras_hooks.state import variables as model_variables
 
 _ACCUMULATOR = "gradient_accumulator"  # Keras' name of gradients that wait for more, which each rank has whole
 # What Adafactor keeps for rows and columns has a shape of its own: small, so all ranks hold it, and the owner's counts.

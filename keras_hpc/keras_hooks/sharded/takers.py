@@ -9,8 +9,8 @@ from typing import Any
 import keras
 
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import variables as model_variables
 from keras_hpc.keras_hooks.sharded import update
+from keras_hpc.keras_hooks.state import variables as model_variables
 
 
 def can_be(optimizer: Any) -> bool:

@@ -19,10 +19,10 @@ from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
 from keras_hpc.keras_hooks import keras_private, running
-from keras_hpc.keras_hooks import variables as model_variables
 from keras_hpc.keras_hooks.sharded import shards as sharding
 from keras_hpc.keras_hooks.sharded.layout import Piece
 from keras_hpc.keras_hooks.sharded.shards import Shards
+from keras_hpc.keras_hooks.state import variables as model_variables
 
 
 def install(job: Any, patcher: Any) -> None:

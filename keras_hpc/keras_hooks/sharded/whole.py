@@ -19,9 +19,9 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.keras_hooks import keras_private
-from keras_hpc.keras_hooks import variables as model_variables
 from keras_hpc.keras_hooks.sharded import shards as sharding
 from keras_hpc.keras_hooks.sharded.shards import Slot
+from keras_hpc.keras_hooks.state import variables as model_variables
 
 
 class _Gathered(threading.local):

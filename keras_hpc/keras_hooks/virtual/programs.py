@@ -14,7 +14,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_hpc.keras_hooks import running, seeds
+from keras_hpc.keras_hooks import running
+from keras_hpc.keras_hooks.state import seeds
 from keras_hpc.keras_hooks.step import batch_size
 
 # A part's gradients (none in a test), its logs, and its new state.

@@ -15,9 +15,11 @@ from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import dtype_of
 from keras_hpc.job.virtual import ALIGNMENT, TreeSum, Virtual, allreduce
-from keras_hpc.keras_hooks import building, layer_states, own_steps
+from keras_hpc.keras_hooks import building
+from keras_hpc.keras_hooks.state import layer_states
+from keras_hpc.keras_hooks.state.variables import seed_generators, standard_dtype
 from keras_hpc.keras_hooks.step import own_state, zeros
-from keras_hpc.keras_hooks.variables import seed_generators, standard_dtype
+from keras_hpc.keras_hooks.trials import own_steps
 from keras_hpc.keras_hooks.virtual import programs
 from keras_hpc.keras_hooks.virtual.beginning import Beginning
 

@@ -22,17 +22,10 @@ import numpy as np
 
 from keras_hpc import backends
 from keras_hpc.job import current, log
-from keras_hpc.keras_hooks import (
-    clipping,
-    keras_private,
-    made_up,
-    metric_kinds,
-    normalization,
-    running,
-    seeds,
-    unchanged,
-    variables,
-)
+from keras_hpc.keras_hooks import keras_private, running
+from keras_hpc.keras_hooks.gradients import clipping
+from keras_hpc.keras_hooks.state import normalization, seeds, variables
+from keras_hpc.keras_hooks.trials import made_up, metric_kinds, unchanged
 
 # Where a step draws random numbers, a mean over twice the samples is up to sqrt(2) times smaller, and so is a sum.
 _NOISY_SUM = 1.2, 3.0

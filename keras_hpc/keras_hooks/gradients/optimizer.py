@@ -4,9 +4,8 @@
 Only the outermost call reduces: `LossScaleOptimizer` and `MultiOptimizer` call `apply` of the optimizers they hold.
 Gradients are reduced before the check for finite values, clipping and norms, so that all ranks decide alike.
 
-With `gradient_accumulation_steps` they are reduced once per update, in `_clip_gradients`, on the accumulated sum. One
-rank would give each micro-batch the same weight; so a gradient is first multiplied by n_r / mean(n_r) of its own
-micro-batch, and the plain mean over ranks is then exact. That costs an exchange of one number per micro-batch.
+With `gradient_accumulation_steps` they are reduced once per update. One rank would give each micro-batch the same
+weight, so a gradient is first multiplied by n_r / mean(n_r) of its micro-batch: an exchange of one number for each.
 """
 
 from __future__ import annotations
@@ -23,9 +22,11 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
-from keras_hpc.keras_hooks import delayed, first_update, float8, keras_private, local_steps, running
-from keras_hpc.keras_hooks import variables as model_variables
+from keras_hpc.keras_hooks import float8, keras_private, running
+from keras_hpc.keras_hooks.gradients import first_update
+from keras_hpc.keras_hooks.schedules import delayed, local_steps
 from keras_hpc.keras_hooks.sharded import takers
+from keras_hpc.keras_hooks.state import variables as model_variables
 from keras_hpc.keras_hooks.virtual import guards
 
 

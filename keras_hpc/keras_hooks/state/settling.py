@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import delayed, local_steps, running
+from keras_hpc.keras_hooks import running
+from keras_hpc.keras_hooks.schedules import delayed, local_steps
 
 
 def plan_schedule(model: Any, total: int | None, done: int = 0) -> None:

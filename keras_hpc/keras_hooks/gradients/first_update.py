@@ -11,8 +11,9 @@ import numpy as np
 
 from keras_hpc import backends
 from keras_hpc.job import current, log
-from keras_hpc.keras_hooks import keras_private, replicas, running
-from keras_hpc.keras_hooks import variables as model_variables
+from keras_hpc.keras_hooks import keras_private, running
+from keras_hpc.keras_hooks.state import replicas
+from keras_hpc.keras_hooks.state import variables as model_variables
 
 
 def warn_of_equal_gradients(team: Any, gradients: Sequence[Any]) -> None:

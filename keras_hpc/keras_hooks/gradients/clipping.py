@@ -27,8 +27,9 @@ import keras
 
 from keras_hpc import backends
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import first_update, optimizer, running, torch_optim
-from keras_hpc.keras_hooks.variables import trained_by
+from keras_hpc.keras_hooks import running
+from keras_hpc.keras_hooks.gradients import first_update, optimizer, torch_optim
+from keras_hpc.keras_hooks.state.variables import trained_by
 
 
 class _Differentiated(threading.local):

@@ -18,7 +18,9 @@ from typing import Any
 
 from keras_hpc import _native, backends
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import optimizer, own_steps, running
+from keras_hpc.keras_hooks import running
+from keras_hpc.keras_hooks.gradients import optimizer
+from keras_hpc.keras_hooks.trials import own_steps
 
 
 class _Hooks:

@@ -16,7 +16,9 @@ import numpy as np
 
 from keras_hpc import backends
 from keras_hpc.job import current, log
-from keras_hpc.keras_hooks import building, made_up, normalization, own_steps, running, seeds, unchanged, variables
+from keras_hpc.keras_hooks import building, running
+from keras_hpc.keras_hooks.state import normalization, seeds, variables
+from keras_hpc.keras_hooks.trials import made_up, own_steps, unchanged
 
 
 def check(model: Any, adapter: Any) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from keras_hpc.job import current
 from keras_hpc.job.local_plan import State
-from keras_hpc.keras_hooks import variables as model_variables
+from keras_hpc.keras_hooks.state import variables as model_variables
 
 _COMMON, _OWN = ("anchor", "velocity", "mean"), "sent"
 

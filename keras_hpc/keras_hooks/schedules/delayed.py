@@ -23,7 +23,7 @@ from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
 from keras_hpc.job.schedule import Schedule
 from keras_hpc.keras_hooks import running
-from keras_hpc.keras_hooks import variables as model_variables
+from keras_hpc.keras_hooks.state import variables as model_variables
 
 
 @dataclasses.dataclass

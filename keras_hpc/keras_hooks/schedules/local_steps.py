@@ -22,8 +22,10 @@ from keras_hpc.job import current
 from keras_hpc.job.local_plan import ANCHOR, EXCHANGE, LAST, SYNCHRONOUS, LocalPlan, State
 from keras_hpc.job.plan import TensorSpec
 from keras_hpc.job.schedule import Schedule
-from keras_hpc.keras_hooks import layer_states, local_states, replicas, running
-from keras_hpc.keras_hooks import variables as model_variables
+from keras_hpc.keras_hooks import running
+from keras_hpc.keras_hooks.schedules import local_states
+from keras_hpc.keras_hooks.state import layer_states, replicas
+from keras_hpc.keras_hooks.state import variables as model_variables
 
 
 @dataclasses.dataclass

@@ -29,7 +29,7 @@ from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
 from keras_hpc.keras_hooks import keras_private, running
-from keras_hpc.keras_hooks.variables import known_local, seed_generators, standard_dtype, unique
+from keras_hpc.keras_hooks.state.variables import known_local, seed_generators, standard_dtype, unique
 
 StepFunction = Callable[..., Any]
 

@@ -9,7 +9,10 @@ from typing import Any
 import keras
 
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import first_update, local_steps, optimizer, replicas, running
+from keras_hpc.keras_hooks import running
+from keras_hpc.keras_hooks.gradients import first_update, optimizer
+from keras_hpc.keras_hooks.schedules import local_steps
+from keras_hpc.keras_hooks.state import replicas
 
 
 def install(job: Any, patcher: Any) -> None:

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 
 from keras_hpc import backends
-from keras_hpc.keras_hooks import made_up, unchanged
+from keras_hpc.keras_hooks.trials import made_up, unchanged
 
 _TOLERANCE = 0.02  # of the largest loss
 _DRAWS = 3  # one that is cut off at 0 may be 0 for all samples of one

@@ -14,7 +14,7 @@ import xxhash
 from keras_hpc.errors import ReplicaMismatchError
 from keras_hpc.job import current, log
 from keras_hpc.keras_hooks.sharded import whole
-from keras_hpc.keras_hooks.variables import (
+from keras_hpc.keras_hooks.state.variables import (
     accumulators,
     average,
     broadcast_variables,
