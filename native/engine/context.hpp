@@ -45,8 +45,8 @@ struct TeamContext {
   Bell& my_bell() const { return bells[topology->local_rank]; }
 };
 
-// Waits like wait_for, at most timeout_seconds, and while there is use in it; a little longer where only other nodes can
-// tell who is late. After stall_seconds it is a stall.
+// Waits like wait_for, at most timeout_seconds, and while there is use in it; a little longer where only other nodes
+// can tell who is late. After stall_seconds it is a stall.
 template <class Ready>
 bool wait_watched(const TeamContext& team, Bell& bell, Ready&& ready, const Awaited& awaited) {
   const auto begin = Clock::now();

@@ -66,8 +66,8 @@ std::byte* Meeting::posted(int local_rank, size_t nbytes) const {
 
 // ---- waiting
 
-// For ranks that `missing` names, on this node or, with `outside`, on another one. Unless that is `certain`, they may be
-// waiting themselves.
+// For ranks that `missing` names, on this node or, with `outside`, on another one. Unless that is `certain`, they may
+// be waiting themselves.
 class Meeting::Waiting final : public Awaited {
  public:
   Waiting(const Meeting& meeting, const std::function<std::vector<int>()>& missing, bool certain, bool outside)
