@@ -111,8 +111,11 @@ void DevicePlan::stop() {
 
 void DevicePlan::throw_if_failed() {
   if (!error_) return;
+  const std::exception_ptr error = error_;
+  mutex_.unlock();  // the courier wants it, to see the error too, and to end what the device is at
   drain();
-  std::rethrow_exception(error_);
+  mutex_.lock();
+  std::rethrow_exception(error);
 }
 
 void DevicePlan::fail(std::exception_ptr error) {

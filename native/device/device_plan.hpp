@@ -77,6 +77,7 @@ class DevicePlan : public Attendant {
   void fail(std::exception_ptr error);
   // Until the device has done what it was given: the caller's memory is the caller's again. False: it may never.
   bool drain() noexcept;
+  // With the lock, but while it waits for the device.
   void throw_if_failed();
   Timeout late(const std::string& what) const;
   double time_limit() const;

@@ -138,14 +138,15 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool,
             moved = trials[0].moved, trials[1].moved
             kinds = [metric_kinds.kind_of(metric, *moved) for metric in metric_kinds.of_model(model)]
             can_be_cut = not noisy and _can_be_cut(model, trials[1])
+            adds_up = can_be_cut and _adds_up(model, *trials, samples, batch)
             limits = False
             if not is_keras_own(model):
                 large = _Tries(model, rest, twin, _LARGE), _Tries(model, rest, None, _LARGE)
                 limits = _are_limited(large[1].norms(given[1], len(alone)) / _LARGE, alone)
                 # Those of each sample that are limited by themselves have a mean like any other.
-                limits = limits and not (can_be_cut and _adds_up(model, *large, samples, batch))
+                limits = limits and not (adds_up and _adds_up(model, *large, samples, batch))
             # What limits gradients makes no means of them, whatever the loss.
-            together = can_be_cut and not limits and not _adds_up(model, *trials, samples, batch)
+            together = can_be_cut and not limits and not adds_up
     except Exception:  # noqa: BLE001  a step may refuse made-up samples; what is wrong with it, it raises again
         return _UNKNOWN, 0.0, False, []
     found = (_TOGETHER if together else _FINE), 1.0
