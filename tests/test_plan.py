@@ -105,7 +105,7 @@ def test_what_is_missing_for_a_simulation_is_said(tmp_path):
     assert "Expected --trace, or --step-ms and --parameters" in _simulated("edr", "--nodes", 4).stderr
     step = ["--nodes", 4, "--step-ms", 10, "--parameters", 1000]
     assert (
-        "Expected aries, edr, hdr, switch or an XML file of SimGrid's. Received: moon"
+        "Expected aries, edr, edr-4096, hdr, switch or an XML file of SimGrid's. Received: moon"
         in _simulated("moon", *step).stderr
     )
     done = _simulated("edr", *step, PATH=str(tmp_path))
