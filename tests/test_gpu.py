@@ -35,6 +35,7 @@ def test_what_holds_on_the_host_holds_on_a_gpu(backend, names, run_ranks, tmp_pa
     _run(2, backend, names, run_ranks, tmp_path)
 
 
+@pytest.mark.soak
 @pytest.mark.mpi
 def test_the_only_rank_copies_nothing(run_ranks, tmp_path):
     _run(1, "torch", ["gradients", "exact"], run_ranks, tmp_path)
@@ -85,6 +86,7 @@ def test_a_trial_says_which_way_plans_go(run_ranks, tmp_path):
     assert output.count("NCCL is not tried; rank 1: The GPU's driver: cuMemAlloc failed") == 1
 
 
+@pytest.mark.soak
 @pytest.mark.mpi
 def test_a_trial_says_which_way_plans_go_across_nodes(run_ranks, tmp_path):
     output = _choose(4, "choose_across_nodes.py", run_ranks, tmp_path)
@@ -118,11 +120,10 @@ def _run(n, backend, names, run_ranks, tmp_path, more=()):
     ("how", "said"),
     [
         ("killed", ""),
-        ("killed by nccl", ""),
-        pytest.param("killed within nodes by nccl", "", marks=pytest.mark.soak),
+        *(pytest.param(how, "", marks=pytest.mark.soak) for how in ("killed by nccl", "killed within nodes by nccl")),
         ("driver", "The GPU's driver: cuMemcpyDtoHAsync failed with CUDA_ERROR_UNKNOWN"),
-        ("hangs", "rank 1"),
-        ("elsewhere", "is not in a GPU's memory. Expected a tensor on GPU 0"),
+        pytest.param("hangs", "rank 1", marks=pytest.mark.soak),
+        pytest.param("elsewhere", "is not in a GPU's memory. Expected a tensor on GPU 0", marks=pytest.mark.soak),
     ],
 )
 def test_a_rank_that_fails_in_the_middle_of_a_step_ends_the_job(how, said, run_ranks, tmp_path):

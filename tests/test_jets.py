@@ -73,6 +73,7 @@ def test_the_set_in_the_repository():
         assert 0.2 < em_fraction < 0.4, "neutral pions are a third of the pions"
 
 
+@pytest.mark.soak
 @pytest.mark.mpi
 def test_two_ranks_learn(run_ranks, tmp_path):
     args = ["-m", "examples.cnn.hep_cnn", "--epochs", "2", "--filters", "8", "--out", tmp_path]

@@ -32,6 +32,7 @@ def rms(**options):
     return dense("a", optimizer=lambda: keras.optimizers.RMSprop(**options))
 
 
+@enough_on("torch")
 def test_another_optimizer(folder):
     """Which keeps as many variables of the same shapes."""
     trained(f"{folder}/adam", dense("a"))

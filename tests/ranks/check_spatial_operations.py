@@ -11,8 +11,7 @@ from spatial_cases import direct, grid, ranks
 
 import keras_hpc
 
-RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (4,)}
-SOAK = {"tensorflow": (3, 4), "jax": (3, 4), "torch": (2, 3)}
+SOAK = {"tensorflow": (3, 4), "jax": (3, 4), "torch": (3, 4)}
 TIMEOUT = 900
 
 
@@ -128,6 +127,7 @@ def check(operations):
     assert_identical(values(model))
 
 
+@enough_on("torch", "tensorflow")
 def test_numbers_that_are_drawn_for_all_parts(grid):
     """A channel is dropped in all parts or in none, as one rank drops it."""
     if keras_hpc.group_count() > 1:
