@@ -1,5 +1,6 @@
 """Fixtures for tests that start ranks. No MPI and no framework in the process of the tests themselves."""
 
+import gc
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -64,6 +65,11 @@ class ByJob(LoadScopeScheduling):
                 self.workqueue.move_to_end(scope, last=False)
                 break
         super()._assign_work_unit(node)
+
+
+def pytest_collection_finish():
+    """Spare the garbage collector what frameworks made when imported: it looks at millions of objects each time."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)  # the ranks of a check run without pytest-xdist

@@ -4,7 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
+from launch import ROOT
 
 pytestmark = pytest.mark.mpi
 
@@ -45,6 +48,37 @@ def test_the_template(slurm, check_report, tmp_path):
     (tmp_path / "job.sh").write_text(template.stdout.decode())
     slurm(2, f"sbatch {BATCH}")
     check_report("report.json", nodes=2, per_node=1)
+
+
+@pytest.mark.soak
+def test_the_job_of_resnet50(slurm, tmp_path):
+    """As it stands, but with fewer nodes, a smaller network and images of ours, whose class is the brightest color."""
+    random = np.random.default_rng(0)
+    (tmp_path / "imagenet").mkdir()
+    for name, count in (("train", 96), ("validation", 32)):
+        label = random.integers(0, 3, count)
+        image = random.integers(0, 100, (count, 64, 64, 3), "uint8")
+        image[np.arange(count), ..., label] += 120
+        with h5py.File(tmp_path / "imagenet" / f"{name}-0.h5", "w") as file:
+            file.update({"image": image, "label": label})
+    job = (ROOT / "examples" / "resnet50" / "job.sh").read_text()
+    smaller = {
+        "nodes=32": "nodes=2",
+        "tasks-per-node=2": "tasks-per-node=1",
+        "per-task=32": "per-task=1",
+        "classes 1000": "classes 3",
+        "width 64": "width 4",
+        "epochs 100": "epochs 4 --learning-rate 1",
+        "global-batch 8192": "global-batch 16",
+    }
+    for old, new in smaller.items():
+        assert old in job
+        job = job.replace(old, new)
+    (tmp_path / "job.sh").write_text(job)
+    said = slurm(2, f"sbatch {BATCH}", timeout=400, env={"PYTHONPATH": str(ROOT)}).output
+    assert "keras_hpc: 2 ranks on 2 nodes" in said
+    error = float(said.rpartition("test error ")[2].partition("%")[0])
+    assert error < 50, "a third is right by chance"
 
 
 @pytest.mark.soak

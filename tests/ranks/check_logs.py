@@ -6,7 +6,7 @@ from pathlib import Path
 import keras
 import pytest
 from keras import ops
-from keras_cases import enough_on, job, on_one_rank
+from keras_cases import enough, enough_on, job, on_one_rank
 from random_steps import OwnStep, size_of_outputs
 from regression import X, Y, compare, dense
 
@@ -39,7 +39,9 @@ def trained(samples, model=keras.Model, middle=None, metrics=(), **options):
     return compare(make, X[:samples], Y[:samples], validation_data=held, validation_batch_size=3, **options)
 
 
-@pytest.mark.parametrize("samples", [41, 33])  # of the last batch, of 16, ranks have 5 and 4, or 1 and none
+@pytest.mark.parametrize(
+    "samples", [41, *enough([33], "torch", "jax")]
+)  # of the last batch, of 16, ranks have 5 and 4, or 1 and none
 def test_a_step_that_gives_its_loss_to_a_mean_and_logs_it_as_it_is(samples):
     trained(samples, OwnStep)
 

@@ -4,11 +4,13 @@
 import keras
 import numpy as np
 import pytest
+from keras_cases import enough
 from random_steps import OwnStep
 
 import keras_hpc
 
 RANKS = {"jax": (2,)}
+SOAK = {"jax": (2,)}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -136,7 +138,7 @@ def ends(jaxpr, known, found):
     return [of([atom]) for atom in jaxpr.outvars]
 
 
-@pytest.mark.parametrize("make", [one_output, own_step, several_outputs, two_optimizers, asking])
+@pytest.mark.parametrize("make", [one_output, own_step, several_outputs, asking, *enough([two_optimizers])])
 def test_each_plan_ends_after_the_one_before(make):
     """Ranks with other numbers of samples have other programs, in which independent plans may come in another order."""
     import jax

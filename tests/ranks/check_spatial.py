@@ -65,7 +65,9 @@ def gradients(model, before):
 OTHERS = [network for network in NETWORKS if network not in (unet, volumes)]
 
 
-@pytest.mark.parametrize("network", [unet, volumes, *enough(OTHERS, "torch")])
+@pytest.mark.parametrize(
+    "network", [*enough([unet], "torch", "jax"), *enough([volumes], "torch", "tensorflow"), *enough(OTHERS, "torch")]
+)
 def test_a_step_has_the_gradients_of_one_rank(network, grid):
     if network is volumes and len(grid) > 2:
         pytest.skip("two axes are enough")
@@ -151,7 +153,7 @@ def narrow():
     return keras.Model(inputs, layers.Conv2D(2, 3, padding="same")(inputs))
 
 
-@pytest.mark.parametrize("network", [whole, *enough([pixels, narrow], "torch")])
+@pytest.mark.parametrize("network", [*enough([whole], "torch", "tensorflow"), *enough([pixels, narrow], "torch")])
 @pytest.mark.parametrize("loss", ["entropy", *enough(sorted({*LOSSES} - {"entropy"}), "torch")])
 def test_losses_metrics_and_weights(network, loss, grid):
     if network is narrow and len(grid) == 1 + (grid[-1] == 1):
@@ -219,8 +221,7 @@ def padded():
 @pytest.mark.parametrize(
     "network",
     [
-        ties,
-        *enough([even], "torch", "jax"),
+        *enough([ties, even], "torch", "jax"),
         *enough([masked, padded, masked_average, bordered, centred, integers], "torch"),
     ],
 )

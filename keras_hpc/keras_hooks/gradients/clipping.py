@@ -65,10 +65,10 @@ def install(job: Any, patcher: Any) -> None:
         from torch import amp
         from torch.nn import utils
 
-        _patch_everywhere(patcher, dict.fromkeys((utils.clip_grad_norm_, utils.clip_grad_value_), _clipping_parameters))
+        clipping: dict[Any, Any] = dict.fromkeys((utils.clip_grad_norm_, utils.clip_grad_value_), _clipping_parameters)
         if hasattr(utils, "get_total_norm"):  # from PyTorch 2.6 on
-            in_two = {utils.get_total_norm: _remembering_norm, utils.clip_grads_with_norm_: _clipping_with_norm}
-            _patch_everywhere(patcher, in_two)
+            clipping |= {utils.get_total_norm: _remembering_norm, utils.clip_grads_with_norm_: _clipping_with_norm}
+        _patch_everywhere(patcher, clipping)
         # The second one is called where the optimizer itself takes the scale out (`fused=True`).
         for name in ("unscale_", "_check_inf_per_device"):
             if hasattr(amp.GradScaler, name):
