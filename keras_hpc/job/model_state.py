@@ -25,6 +25,8 @@ class ModelState:
         takes_any_batch: whether it takes other batch sizes than its inputs say, by that size and its number of layers.
         step_was_tried: whether it is known that its own `train_step` gives gradients that ranks may average.
         mixing_was_tried: whether it was asked if what it gives for a sample depends on other samples.
+        settings_compared: whether ranks have compared what its layers were told beside weights.
+        batches: how many steps `train_on_batch` has made.
         told_apart: whether the user was told that ranks have other weights.
         early_start: its hooks that start reductions in backward (PyTorch).
         runner: computes it in parts (`spatial.run.Runner`); None: it does not, or nobody has asked yet.
@@ -43,6 +45,8 @@ class ModelState:
     takes_any_batch: dict[tuple[int, int], bool] = dataclasses.field(default_factory=dict)
     step_was_tried: bool = False
     mixing_was_tried: bool = False
+    settings_compared: bool = False
+    batches: int = 0
     told_apart: bool = False
     early_start: Any = None
     runner: Any = None

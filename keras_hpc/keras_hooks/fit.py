@@ -200,6 +200,7 @@ def _train_on_batch(original: Method) -> Method:
             parts.check_same_samples(self, building.batch_of(signature.bind(self, *args, **kwargs)))
             result = original(self, *args, **kwargs)
             replicas.average_after_step(self)
+            replicas.after_batch(self)
             return result
 
     return train_on_batch
@@ -391,7 +392,8 @@ def _on_epoch_end(original: Method) -> Method:
             stopping.agree(call)
             if call.model.stop_training:
                 settling.settle(call.model)
-            replicas.after_epoch(call.model, epoch)
+            replicas.warn_if_apart(call.model, f" after epoch {epoch + 1}")
+            sharding.after_epoch(call)
         if call.session is not None:
             call.session.after_epoch(self, epoch)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_hpc.job import log
+from keras_hpc.job import current, log
 from keras_hpc.job.current import Job
 from keras_hpc.job.team import Team
 from keras_hpc.keras_hooks import building, keras_private, running
@@ -107,6 +107,26 @@ def check_steps(job: Job, team: Team, call: running.Call, arguments: dict[str, A
             "With init(shard=False) every rank must make the same number of steps in an epoch, because each step "
             "communicates. Give all ranks as many batches, or `steps_per_epoch`. Received: "
             f"{few} steps on rank {everyone.index(few)} of the team, {many} on rank {everyone.index(many)}"
+        )
+
+
+def after_epoch(call: running.Call) -> None:
+    """Warn, after the first epoch, of a pipeline that has given ranks other batches. Collective.
+
+    Args:
+        call: the `fit` whose epoch has ended.
+    """
+    first = getattr(call.adapter, "first", None)
+    if first is None or first.was_compared:
+        return
+    first.was_compared = True
+    everyone = current.team_of(call.model).allgather_object(first.digest(), "the data of Model.fit()")
+    if len(set(everyone)) > 1 and current.team_of(call.model).rank == 0:
+        log.warning(
+            "A tf.data.Dataset that is shared out has given other integers, texts or flags on some ranks in its first "
+            "batch, so samples may be repeated or left out, or the same word may be another number on each rank. A set "
+            "of Python, of which a vocabulary may be made, has another order in each process: sort it. Where the "
+            f"pipeline only augments samples, nothing is wrong. {_HINT}"
         )
 
 

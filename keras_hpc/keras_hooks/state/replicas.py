@@ -14,6 +14,7 @@ import xxhash
 from keras_hpc.errors import ReplicaMismatchError
 from keras_hpc.job import current, log
 from keras_hpc.keras_hooks.sharded import whole
+from keras_hpc.keras_hooks.state import settings
 from keras_hpc.keras_hooks.state.variables import (
     accumulators,
     average,
@@ -28,6 +29,7 @@ from keras_hpc.keras_hooks.state.variables import (
     replicated_variables,
     seed_generators,
     sharded_slots,
+    trained_by,
     unique,
     waiting,
 )
@@ -91,6 +93,7 @@ def synchronize(model: Any) -> bool:
     shared = [v for v in (*replicated_variables(model), *accumulators(model), *seeds) if id(v) not in apart]
     differed = broadcast_variables(team, [*shared, *common_buffers(model)])
     derive(model)
+    settings.check(model)
     state = current.job().known.model(model)
     state.synchronized, state.has_loaded = len(replicated_variables(model)), False
     state.statistics_moved = 0
@@ -224,12 +227,29 @@ def agree(model: Any, call: str) -> None:
     mine = [xxhash.xxh3_128_hexdigest(digests(part).tobytes()) for part in (weights, statistics)]
     everyone = team.allgather_object([*mine, state.has_loaded], f"Model.{call}()")
     differ, statistics_differ, some_loaded = (len(set(theirs)) > 1 for theirs in zip(*everyone, strict=True))
+    if differ and not some_loaded and not state.told_apart and _has_trained(model):
+        state.told_apart = True
+        if team.rank == 0:
+            log.warning(
+                f"model `{model.name}`: weights differ between ranks before Model.{call}(), and become those of rank "
+                "0. That is right where rank 0 alone has set them. If training has moved them apart, the ranks have "
+                "trained different networks: what a loop does by its loss or its data, as a learning rate, must come "
+                "out alike on all ranks (keras_hpc.allreduce)"
+            )
     if differ or (statistics_differ and some_loaded):
         synchronize(model)
     elif statistics_differ:
         average(team, statistics)
         derive(model)
     state.synchronized, state.has_loaded = len(replicated_variables(model)), False
+
+
+def _has_trained(model: Any) -> bool:
+    """Return whether ranks have trained a model together, in `fit` or in a loop of the user's own."""
+    known = current.job().known
+    own = set(map(id, model.trainable_variables))
+    trained = [trained_by(o) for o, state in known.optimizers() if state.synchronized and hasattr(o, "apply_gradients")]
+    return was_synchronized(model) or any(not own.isdisjoint(map(id, variables)) for variables in trained)
 
 
 def compare(team: Any, variables: Sequence[Any], values: Sequence[Any], when: str = "") -> None:
@@ -258,14 +278,29 @@ def compare(team: Any, variables: Sequence[Any], values: Sequence[Any], when: st
         )
 
 
-def after_epoch(model: Any, epoch: int) -> None:
-    """Warn once of weights that ranks have moved apart, each by what only it knows. Collective on the model's team.
+def after_batch(model: Any) -> None:
+    """Warn once of weights that ranks have moved apart in `train_on_batch`. Collective on the model's team.
 
-    Optimizers move all ranks' weights alike. A step or a callback of the user's own may move them without one.
+    Not after each step, which would cost as much as the step: after the first, and whenever their number has doubled.
 
     Args:
         model: the model.
-        epoch: its number.
+    """
+    state = current.job().known.model(model)
+    state.batches += 1
+    if state.batches & (state.batches - 1) == 0 and current.team_of(model).schedule.local is None:
+        warn_if_apart(model, f" after {state.batches} steps of train_on_batch")
+
+
+def warn_if_apart(model: Any, when: str) -> None:
+    """Warn once of weights that ranks have moved apart, each by what only it knows. Collective on the model's team.
+
+    Optimizers move all ranks' weights alike, where their learning rates are alike. A step or a callback of the user's
+    own may move them without one.
+
+    Args:
+        model: the model.
+        when: for the message.
     """
     state, team = current.job().known.model(model), current.team_of(model)
     if state.told_apart or team.size == 1:
@@ -273,14 +308,14 @@ def after_epoch(model: Any, epoch: int) -> None:
     trained, apart = set(map(id, model.trainable_variables)), known_apart()
     weights = [v for v in replicated_variables(model) if id(v) in trained and id(v) not in apart]
     try:
-        compare(team, weights, [variable._value for variable in weights], f" after epoch {epoch + 1}")
+        compare(team, weights, [variable._value for variable in weights], when)
     except ReplicaMismatchError as error:
         state.told_apart = True
         if team.rank == 0:
             log.warning(
-                f"model `{model.name}`: {error} What a `train_step` or a callback changes without an optimizer of "
-                "Keras or torch.optim must come out alike on all ranks. Where it depends on samples, average first: "
-                "gradients = keras_hpc.allreduce(gradients)"
+                f"model `{model.name}`: {error} What a loop, a `train_step` or a callback changes, weights or a "
+                "learning rate, must come out alike on all ranks. Where it depends on samples, as a loss does, average "
+                "first: gradients = keras_hpc.allreduce(gradients)"
             )
 
 

@@ -1,0 +1,121 @@
+"""What scripts make in each process, and ranks cannot make equal: it is refused or named."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+from keras_cases import enough_on, job
+
+import keras_hpc
+
+RANKS = {"tensorflow": (2,), "jax": (2,)}
+SOAK = {"torch": (2,)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _job():
+    keras_hpc.init(batch="global")
+    yield
+    keras_hpc.finalize()
+
+
+@pytest.fixture
+def warnings(caplog, monkeypatch):
+    """A function that returns what rank 0 has been warned of."""
+    monkeypatch.setattr(logging.getLogger("keras_hpc"), "propagate", True)
+    return lambda: [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def compiled(*layers, dtype="float32"):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((4,), dtype=dtype), *layers, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+    return model
+
+
+def samples(count=16):
+    x = np.random.default_rng(0).normal(size=(count, 4)).astype("float32")
+    return x, x.sum(axis=1, keepdims=True)
+
+
+def of_rank(items):
+    """Returns what a set of Python may give: the same items, in another order on each rank."""
+    return np.roll(items, job().rank).tolist()
+
+
+# A model of JAX has no lookups: they cannot be compiled.
+@pytest.mark.skipif(keras.backend.backend() == "jax", reason="Keras looks nothing up in models on JAX")
+def test_another_vocabulary_is_refused():
+    numbers = np.arange(64).reshape(16, 4) % 5
+    layers = [keras.layers.Embedding(8, 2), keras.layers.Flatten()]
+    known = keras.layers.IntegerLookup(vocabulary=[0, 1, 2, 3, 4])
+    compiled(known, *layers, dtype="int64").fit(numbers, numbers[:, :1], verbose=0)
+    known = keras.layers.IntegerLookup(vocabulary=of_rank([0, 1, 2, 3, 4]), name="words")
+    with pytest.raises(ValueError, match=r"sort it.*layer `words` with 6 words.*'0'.* on rank 0.*'4'.* on rank 1"):
+        compiled(known, *layers, dtype="int64").fit(numbers, numbers[:, :1], verbose=0)
+
+
+@enough_on("jax")
+def test_other_arguments_of_a_layer_are_named(warnings):
+    # Names and seeds may be counted and drawn by each process.
+    mine = job().rank
+    alike = keras.layers.Dense(3, name=f"a{mine}", kernel_initializer=keras.initializers.GlorotUniform(seed=mine))
+    compiled(alike, keras.layers.Dropout(0.5, seed=mine)).fit(*samples(), verbose=0)
+    assert not warnings()
+    compiled(keras.layers.LeakyReLU(0.1 + 0.1 * mine, name="leaky")).fit(*samples(), verbose=0)
+    (text,) = warnings() if mine == 0 else ["layer `leaky` was made with other arguments"]
+    assert "layer `leaky` was made with other arguments" in text
+
+
+@enough_on("tensorflow")
+def test_a_pipeline_that_gives_other_words(warnings):
+    tf = pytest.importorskip("tensorflow")
+    numbers = np.arange(64, dtype="int32").reshape(16, 4) % 5
+    layers = [keras.layers.Embedding(5, 2), keras.layers.Flatten()]
+
+    def pipeline(table):
+        held = tf.constant(table, tf.int32)
+        return (
+            tf.data.Dataset.from_tensor_slices((numbers, samples()[1]))
+            .batch(4)
+            .map(lambda x, y: (tf.gather(held, x), y))
+        )
+
+    model = compiled(*layers, dtype="int32")
+    model.fit(pipeline([0, 1, 2, 3, 4]), epochs=2, verbose=0)
+    assert not warnings()
+    model.fit(pipeline(of_rank([0, 1, 2, 3, 4])), epochs=2, verbose=0)
+    assert [("in its first batch" in text) for text in warnings()] == [True] * (job().rank == 0)
+
+
+@enough_on("tensorflow")
+def test_augmented_images_are_no_other_data(warnings):
+    tf = pytest.importorskip("tensorflow")
+    mine = float(job().rank)
+    augmented = tf.data.Dataset.from_tensor_slices(samples()).batch(4).map(lambda x, y: (x + mine, y))
+    compiled().fit(augmented, verbose=0)
+    assert not warnings()
+
+
+def test_weights_that_batches_move_apart_are_named(warnings):
+    model = compiled()
+    x, y = keras_hpc.shard(samples())
+    for step in range(5):
+        if step == 2 and job().rank == 1:  # as it may decide by the loss of its own samples
+            model.optimizer.learning_rate = 0.001
+        model.train_on_batch(x, y)
+        assert bool(warnings()) == (step >= 3 and job().rank == 0), step
+    assert all("after 4 steps of train_on_batch: variable" in text for text in warnings())
+
+
+def test_weights_that_a_loop_moves_apart_are_named_when_they_become_equal(warnings):
+    model = compiled()
+    model.train_on_batch(*samples())
+    if job().rank == 0:
+        model.set_weights([weight + 1 for weight in model.get_weights()])
+    model.evaluate(*samples(), verbose=0)
+    model.evaluate(*samples(), verbose=0)
+    keras_hpc.check_replicas(model)
+    assert len(warnings()) == (job().rank == 0)
+    assert all("become those of rank 0" in text for text in warnings())
