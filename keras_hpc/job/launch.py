@@ -154,8 +154,8 @@ def _start_watched(stall_seconds: float, timeout_seconds: float) -> Iterator[Non
         return
     rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "?")
     report = (
-        f"keras_hpc: rank {rank} waits in init() since {stall_seconds:g} s, because other ranks have not started MPI. "
-        f"{started}. Has one ended, or does it do something else first? See what it has written"
+        f"keras_hpc: rank {rank} waits in init() since {stall_seconds:g} s, because other ranks have not started MPI "
+        f"({started}). Has one ended, or does it do something else first? See what it has written"
     )
     end = (
         f"keras_hpc: rank {rank} ends the job: other ranks have not started MPI within {timeout_seconds:g} s "
