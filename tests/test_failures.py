@@ -54,6 +54,20 @@ def test_one_rank_ends_the_job(how, visible, run_ranks):
     check_end(done)
 
 
+def test_a_rank_that_fails_above_init_ends_the_job(run_ranks, tmp_path):
+    """MPI waits for it in its start, and mpiexec of MPICH does not end."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\nrank = os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK'))\n"
+        "if rank == '1':\n    raise ValueError('above init')\n"
+        "import keras_hpc\nkeras_hpc.init(stall_seconds=1, timeout_seconds=3)\n"
+    )
+    done = run_ranks(2, [script], backend="torch", expect_failure=True)
+    assert "rank 0 waits in init() since 1 s, because other ranks have not started MPI" in done.output
+    assert "rank 0 ends the job: other ranks have not started MPI within 3 s" in done.output
+    assert "ValueError: above init" in done.output
+
+
 @pytest.mark.parametrize("how", ["in-update", "in-local-step"])
 def test_one_rank_that_fails_in_its_update_ends_the_job(how, run_ranks):
     """Others wait for its weights: a sharded optimizer's in the same step, those of local steps at the period's end."""

@@ -97,7 +97,7 @@ def init(
             resources.return_large()
         if kept:
             undo.callback(resources.keep_no_longer)
-        world = launch.connect(comm)
+        world = launch.connect(comm, stall_seconds, timeout_seconds)
         undo.callback(world.close)
         guard = exit.Guard(world.comm, world.rank, world.size)
         undo.callback(guard.remove)

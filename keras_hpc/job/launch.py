@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -29,6 +29,7 @@ _SIZE_VARIABLES = {
     "PMI_SIZE": "an mpiexec or srun that speaks PMI (MPICH, Intel MPI)",
     "SLURM_STEP_NUM_TASKS": "srun",
 }
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 # Of communication, where each node has one rank: one for so many cores, at most so many. On GPUs: for so many of a
 # rank's own cores, which have little else to do.
 _CORES_PER_THREAD, _MOST_THREADS, _CORES_PER_THREAD_ON_GPUS = 8, 4, 2
@@ -95,18 +96,21 @@ class World:
         return _native_mpi(self.comm).transport(self.node_of_rank)
 
 
-def connect(comm: Any) -> World:
+def connect(comm: Any, stall_seconds: float = 30.0, timeout_seconds: float = 300.0) -> World:
     """Collective: finds the ranks of `comm` and their nodes.
 
     Args:
         comm: an mpi4py communicator or None for all ranks.
+        stall_seconds: of the start of MPI, after which it is said that ranks are missing.
+        timeout_seconds: after which this rank ends the job.
 
     Raises:
         LaunchError: MPI cannot be loaded, or sees other ranks than the launcher started.
         TypeError: `comm` is not a communicator.
     """
     try:
-        MPI = mpich_network.import_mpi()
+        with _start_watched(stall_seconds, timeout_seconds):
+            MPI = mpich_network.import_mpi()
     except (ImportError, RuntimeError) as error:
         started = ranks_started()
         if comm is None and not started:
@@ -135,6 +139,33 @@ def connect(comm: Any) -> World:
     if comm.rank == leader[0]:  # all ranks of the node are through MPI_Init
         _unlink_shared_memory()
     return World(comm, comm.rank, comm.size, _native_mpi(comm).nodes(leaders.tolist()))
+
+
+@contextlib.contextmanager
+def _start_watched(stall_seconds: float, timeout_seconds: float) -> Iterator[None]:
+    """Inside, MPI starts, which waits for all ranks: mpiexec of MPICH does not end where one has ended before.
+
+    It is said by two ranks, of which one may be the missing one.
+    """
+    started = ranks_started()
+    times = (stall_seconds, timeout_seconds)
+    if not started or not all(isinstance(time, (int, float)) and time > 0 for time in times):  # refused below
+        yield
+        return
+    rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "?")
+    report = (
+        f"keras_hpc: rank {rank} waits in init() since {stall_seconds:g} s, because other ranks have not started MPI "
+        f"({started}). Has one ended, or does it do something else first? See what it has written"
+    )
+    end = (
+        f"keras_hpc: rank {rank} ends the job: other ranks have not started MPI within {timeout_seconds:g} s "
+        "(timeout_seconds)"
+    )
+    late = _native.Late(*times, *((report, end) if rank in ("0", "1", "?") else ("", "")))
+    try:
+        yield
+    finally:
+        late.stop()
 
 
 def check_threads(world: World) -> None:

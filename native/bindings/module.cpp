@@ -17,6 +17,7 @@
 #include "bindings/team.hpp"
 #include "bindings/transports.hpp"
 #include "common/control_group.hpp"
+#include "common/late.hpp"
 #include "engine/stopwatch.hpp"
 #include "engine/trace.hpp"
 
@@ -107,6 +108,11 @@ NB_MODULE(_native, m) {
       .def_ro("cores_of", &ControlGroup::cores_of);
   m.def("control_group", &ControlGroup::mine, "root"_a = "",
         "What the control groups of this process allow it; below another root folder, for tests.");
+
+  nb::class_<Late>(m, "Late", "Says so when a call takes long that holds the interpreter, and ends the process.")
+      .def(nb::init<double, double, std::string, std::string>(), "stall_seconds"_a, "timeout_seconds"_a, "report"_a,
+           "end"_a)
+      .def("stop", &Late::stop);
 
   m.def("elements_sent", &elements_sent, "algorithm"_a, "ranks"_a, "count"_a, "flow"_a, "extents"_a,
         "What each of some ranks sends in an allreduce.");

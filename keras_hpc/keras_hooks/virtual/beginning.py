@@ -21,7 +21,7 @@ class Beginning:
     """The values of weights at the beginning of a step.
 
     Which weights are assigned, by whatever way, shows in the first step; of those that are assigned later only, Keras'
-    `assign` tells, when it is called or traced.
+    `assign` tells, when it is called or traced. Of what else changes a weight later PyTorch tells afterwards: too late.
 
     Args:
         weights: all that are trained.
@@ -56,12 +56,31 @@ class Beginning:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Context of a part, in which `assign` tells."""
+        """Context of a part, in which `assign` tells.
+
+        Raises:
+            RuntimeError: a weight was changed in another way, and what it was is gone.
+        """
+        before = self._changes()
         Beginning._watching = self
         try:
             yield
         finally:
             Beginning._watching = None
+        after = self._changes()
+        for key in before.keys() - self._assigned:
+            if before[key] != after[key]:
+                raise RuntimeError(
+                    "With init(virtual_ranks=) each part of a batch begins with the same weights. Expected `assign` of "
+                    "Keras where a layer changes a weight, or a change in the first step, too. Received: a change in "
+                    f"place of `{self._own[key].path}`"
+                )
+
+    def _changes(self) -> dict[int, int]:
+        """Return how often each weight was changed, once it is known which ones layers assign (PyTorch)."""
+        if not self._is_known or keras.backend.backend() != "torch":
+            return {}
+        return {key: weight.value._version for key, weight in self._own.items()}
 
     def _before_assign(self, variable: Any) -> None:
         key = id(variable)
