@@ -19,8 +19,6 @@ from keras_hpc.job import current
 from keras_hpc.keras_hooks import keras_private, part_losses, parts
 from keras_hpc.spatial.plan import functional_of
 
-_SAMPLES = 2
-
 
 @dataclasses.dataclass
 class Question:
@@ -91,9 +89,11 @@ def decide(model: Any, batch: Any) -> None:
 
 def _trial(model: Any, batch: Any) -> Trial:
     """Return what losses and metrics say of a batch of whole samples."""
+    count = next((leaf.shape[0] for leaf in keras.tree.flatten(batch) if leaf is not None and len(leaf.shape)), None)
+    samples = 1 if count == 0 else count  # a rank without any asks about one; TensorFlow may not know how many
 
     def symbolic(leaf: Any) -> Any:
-        shape = (_SAMPLES, *leaf.shape[1:]) if len(leaf.shape) else ()
+        shape = (samples, *leaf.shape[1:]) if len(leaf.shape) else ()
         return keras.KerasTensor(shape, keras.backend.standardize_dtype(leaf.dtype))
 
     x, y, weight = keras.utils.unpack_x_y_sample_weight(keras.tree.map_structure(_or_none(symbolic), batch))
