@@ -128,10 +128,12 @@ class Case:
         def metrics():
             return ["mse", keras.metrics.MeanAbsoluteError(name="a")]
 
+        steps = 2 if self.accumulates else None
+        optimizer = keras.optimizers.SGD(0.02, momentum=0.9, gradient_accumulation_steps=steps, **self.clips)
+        if self.policy == "mixed_float16":  # 2**15 is too large where several ranks' gradients are added up
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**8)
         model.compile(
-            keras.optimizers.SGD(
-                0.02, momentum=0.9, gradient_accumulation_steps=2 if self.accumulates else None, **self.clips
-            ),
+            optimizer,
             make[self.loss]() if count == 1 else [make[kind]() for kind in kinds],
             loss_weights=None if count == 1 else [1.0, 0.5, 2.0][:count],
             weighted_metrics=metrics() if count == 1 else [metrics() for _ in kinds],
