@@ -95,6 +95,11 @@ class Job:
         return [*self.teams, *([] if self.group is None else [self.group.team])]
 
     @property
+    def shares_samples(self) -> bool:
+        """Whether results are to be those of one rank, and ranks have other samples of the batch: not one group."""
+        return self.batch == "global" and (self.group is None or self.group.count > 1)
+
+    @property
     def members(self) -> dict[int, Sequence[int]]:
         """The ranks of each team, and of the teams of all groups, by their numbers."""
         found: dict[int, Sequence[int]] = {team.index: team.ranks for team in self.teams}

@@ -31,6 +31,8 @@ class ModelState:
         early_start: its hooks that start reductions in backward (PyTorch).
         runner: computes it in parts (`spatial.run.Runner`); None: it does not, or nobody has asked yet.
         is_planned: whether it is known how it is computed.
+        needs_whole_outputs: whether outputs of what is computed in parts are gathered in each step, for its losses.
+        outputs_are_decided: whether its losses and metrics were asked for that since it was compiled.
         checked_calls: in how many calls ranks of a group have compared their samples.
         steps: how many training steps it made, for `check_replicas_every`.
     """
@@ -51,6 +53,8 @@ class ModelState:
     early_start: Any = None
     runner: Any = None
     is_planned: bool = False
+    needs_whole_outputs: bool = False
+    outputs_are_decided: bool = False
     checked_calls: int = 0
     steps: int = 0
 

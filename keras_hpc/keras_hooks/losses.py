@@ -8,9 +8,9 @@ is multiplied by (d_r / sum(d_r)) (sum(n_r) / n_r), without the d for `"sum"`. T
 these cases only.
 
 A function that returns one number for a whole batch does not say whether that is a mean or a sum. With
-`init(batch="global")` it is asked: of the same samples twice a mean stays and a sum doubles; anything else is no loss
-that several ranks could add up, and refused. What `add_loss` got is asked in the same way, once, before training, and
-one that returns a loss for each sample in pair_losses.py.
+`init(batch="global")` it is asked, unless one group computes all samples: of the same samples twice a mean stays and a
+sum doubles; anything else is no loss that several ranks could add up, and refused. What `add_loss` got is asked in the
+same way, once, before training, and one that returns a loss for each sample in pair_losses.py.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def install(job: Any, patcher: Any) -> None:
     def remember(original: Any) -> Any:
         @functools.wraps(original)
         def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-            before, _asked.loss = _asked.loss, (self, y_true, y_pred) if job.batch == "global" else None
+            before, _asked.loss = _asked.loss, (self, y_true, y_pred) if job.shares_samples else None
             try:
                 return original(self, y_true, y_pred, sample_weight=sample_weight)
             finally:

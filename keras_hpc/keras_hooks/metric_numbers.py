@@ -92,7 +92,7 @@ def _kind(metric: Any) -> int:
 def _ask(metric: Any, y_true: Any, y_pred: Any) -> int:
     function = functools.partial(metric._fn, **metric._fn_kwargs)
     answer = pair_losses.ask_number(function, metric.dtype, y_true, y_pred)
-    if answer.is_neither and current.job().batch == "global" and current.job().rank == 0:
+    if answer.is_neither and current.job().shares_samples and current.job().rank == 0:
         log.warning(
             f"The metric `{metric.name}` is one number for a whole batch, and neither a mean nor a sum over samples, "
             "as a ratio of sums or the root of a mean. Each rank has a part of the batch, so its value is not that of "

@@ -18,7 +18,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 
@@ -28,11 +28,11 @@ from keras_hpc.keras_hooks.trials import pair_losses
 Method = Callable[..., Any]
 _ASKED_ROWS = 8  # of made-up samples, of each axis
 
-_asked: weakref.WeakSet[Any] = weakref.WeakSet()  # losses and metrics that do not mix positions
+asked: weakref.WeakSet[Any] = weakref.WeakSet()  # losses and metrics that do not mix positions
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class Part:
     """The outputs of which a loss or metric is computed.
 
     Attributes:
@@ -47,8 +47,10 @@ class _Part:
     rows: dict[int, int]
     repeats: frozenset[int] = frozenset()
 
-    def ask(self, what: str, function: Callable[..., Any], dtype: str, y_true: Any, y_pred: Any) -> None:
-        """Raise if what a function gives for a position depends on other positions, which may be another rank's."""
+    is_trial: ClassVar[bool] = False  # in which nothing is computed
+
+    def mixed_axis(self, function: Callable[..., Any], dtype: str, y_true: Any, y_pred: Any) -> int | None:
+        """Return an axis along which what a function gives for a position depends on others; None: there is none."""
         extents = keras.tree.flatten(y_pred)[0].shape[1:-1]
 
         def small(leaf: Any) -> Any:
@@ -58,30 +60,46 @@ class _Part:
                     shape[axis] = min(rows, _ASKED_ROWS)
             return keras.KerasTensor(shape, keras.backend.standardize_dtype(leaf.dtype))
 
-        given = keras.tree.map_structure(small, (y_true, y_pred))
-        for axis in sorted(self.rows):
-            if pair_losses.depends_on_others(function, dtype, given[0], given[1], axis):
-                raise ValueError(
-                    f"{what} of outputs in parts mixes positions, and ranks see a part of them only. Expected a value "
-                    "for each position that depends on this position alone; or leave the model whole: "
-                    f"keras_hpc.partition(model, parts=1). Received: values that change beside others along axis {axis}"
-                )
+        true, pred = keras.tree.map_structure(small, (y_true, y_pred))
+        mixed = (axis for axis in sorted(self.rows) if pair_losses.depends_on_others(function, dtype, true, pred, axis))
+        return next(mixed, None)
+
+    def ask(self, of: Any, what: str, *arguments: Any) -> None:
+        """Raise if a loss or metric mixes positions, of which some may be another rank's.
+
+        Args:
+            of: the loss or metric.
+            what: its name.
+            arguments: of `mixed_axis`.
+        """
+        if (axis := self.mixed_axis(*arguments)) is not None:
+            raise ValueError(
+                f"{what} of outputs in parts mixes positions, and ranks see a part of them only. Expected a value for "
+                "each position that depends on this position alone; or compile the model again, which finds out that "
+                f"outputs are needed whole. Received: values that change beside others along axis {axis}"
+            )
+        asked.add(of)
+
+    def has_each(self, values: Any) -> bool:
+        """Return whether there is a value for each row that is split."""
+        found = tuple(values.shape)
+        return all(found[axis : axis + 1] == (rows,) for axis, rows in self.rows.items())
 
     def check(self, values: Any, what: str) -> None:
         """Raise unless there is a value for each row that is split: what mixes them cannot be added up from parts."""
-        found = tuple(values.shape)
-        if any(found[axis : axis + 1] != (rows,) for axis, rows in self.rows.items()):
+        if not self.has_each(values):
+            found = tuple(values.shape)
             rows = [str(self.rows.get(axis, "any")) for axis in range(1, max(self.rows) + 1)]
             raise ValueError(
                 f"{what} of outputs in parts has a value for each position, because ranks see a part of them only. "
-                f"Expected the shape (batch, {', '.join(rows)}, ...); or leave the model whole: "
-                f"keras_hpc.partition(model, parts=1). Received: {found}"
+                f"Expected the shape (batch, {', '.join(rows)}, ...); or compile the model again, which finds out that "
+                f"outputs are needed whole. Received: {found}"
             )
 
 
 class _Of(threading.local):
-    loss: _Part | None = None
-    metric: _Part | None = None
+    loss: Part | None = None
+    metric: Part | None = None
     name: str = ""  # of the loss
 
 
@@ -116,21 +134,20 @@ def _on_parts(kind: str, original: Method) -> Method:
         part = _part_of(self, y_pred)
         if part is None:
             return original(self, x, y, y_pred, sample_weight, *args, **kwargs)
-        if kind == "metric":
-            _check_metrics(self)
         runner = parts.runner_of(self)
         y = keras.tree.map_structure(functools.partial(_cut, runner, "targets"), y)
         repeats = {_repeats(runner, leaf) for leaf in keras.tree.flatten(sample_weight) if leaf is not None}
         part = dataclasses.replace(part, repeats=frozenset(repeats))
         sample_weight = keras.tree.map_structure(functools.partial(_cut, runner, "sample weights"), sample_weight)
-        with _computing(kind, part):
+        with computing(kind, part):
             return original(self, x, y, y_pred, sample_weight, *args, **kwargs)
 
     return compute
 
 
 @contextlib.contextmanager
-def _computing(kind: str, part: _Part) -> Iterator[None]:
+def computing(kind: str, part: Part) -> Iterator[None]:
+    """Context in which losses, or metrics, are of a part: `kind` is "loss" or "metric"."""
     before = getattr(_of, kind)
     setattr(_of, kind, part)
     try:
@@ -139,7 +156,7 @@ def _computing(kind: str, part: _Part) -> Iterator[None]:
         setattr(_of, kind, before)
 
 
-def _part_of(model: Any, y_pred: Any) -> _Part | None:
+def _part_of(model: Any, y_pred: Any) -> Part | None:
     """Return which part outputs are; None if they are whole, or nothing that has values."""
     leaves = [leaf for leaf in keras.tree.flatten(y_pred) if leaf is not None]
     if not leaves or isinstance(leaves[0], keras.KerasTensor) or not parts.gives_parts(model):
@@ -148,7 +165,7 @@ def _part_of(model: Any, y_pred: Any) -> _Part | None:
     if runner is None or running.step() is None or not parts.communicates():
         return None
     split = runner.plan.outputs[0]  # all are split alike, and have as many rows there
-    return _Part(runner.share(0), runner.copies(0), {axis: int(leaves[0].shape[axis]) for axis in split})
+    return Part(runner.share(0), runner.copies(0), {axis: int(leaves[0].shape[axis]) for axis in split})
 
 
 def _cut(runner: Any, what: str, leaf: Any) -> Any:
@@ -207,6 +224,8 @@ def share_of_loss(values: Any, reduction: Any) -> float | None:
     if part is None:
         return None
     part.check(values, f"The loss `{_of.name}`")
+    if part.is_trial:
+        return None
     if reduction in (None, "none"):
         raise ValueError(
             f"The loss `{_of.name}` of outputs in parts is reduced. Expected a mean or a sum. Received: {reduction!r}"
@@ -217,9 +236,8 @@ def share_of_loss(values: Any, reduction: Any) -> float | None:
 def _asking_loss(original: Method) -> Method:
     @functools.wraps(original)
     def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if _of.loss is not None and self not in _asked:
-            _of.loss.ask(f"The loss `{self.name}`", self.call, self.dtype, y_true, y_pred)
-            _asked.add(self)
+        if _of.loss is not None and self not in asked:
+            _of.loss.ask(self, f"The loss `{self.name}`", self.call, self.dtype, y_true, y_pred)
         before, _of.name = _of.name, self.name
         try:
             return original(self, y_true, y_pred, sample_weight=sample_weight)
@@ -232,10 +250,9 @@ def _asking_loss(original: Method) -> Method:
 def _asking_metric(original: Method) -> Method:
     @functools.wraps(original)
     def update_state(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if _of.metric is not None and self not in _asked:
+        if _of.metric is not None and self not in asked:
             function = functools.partial(self._fn, **self._fn_kwargs)
-            _of.metric.ask(f"The metric `{self.name}`", function, self.dtype, y_true, y_pred)
-            _asked.add(self)
+            _of.metric.ask(self, f"The metric `{self.name}`", function, self.dtype, y_true, y_pred)
         return original(self, y_true, y_pred, sample_weight=sample_weight)
 
     return update_state
@@ -250,6 +267,8 @@ def _weighted(original: Method) -> Method:
         if part is None:
             return original(self, values, sample_weight=sample_weight)
         part.check(values, f"What the metric `{self.name}` averages")
+        if part.is_trial:
+            return original(self, values, sample_weight=sample_weight)
         if sample_weight is not None:
             weight = keras.ops.convert_to_tensor(sample_weight, self.dtype) * part.share
         else:  # then Keras takes no notice of a mask, as of `ignore_class`: with the positions it is gone
@@ -260,14 +279,10 @@ def _weighted(original: Method) -> Method:
     return update_state
 
 
-def _check_metrics(model: Any) -> None:
-    for metric in _leaves(getattr(model._compile_metrics, "metrics", None) or []):
-        if not type(metric).update_state.__module__.startswith("keras."):
-            raise ValueError(
-                "A metric of your own may mix positions, of which ranks see a part only. Expected metrics of Keras, or "
-                "a function that returns a value for each position; or keras_hpc.partition(model, parts=1). Received: "
-                f"`{metric.name}` ({type(metric).__name__})"
-            )
+def own_metrics(model: Any) -> list[Any]:
+    """Return the metrics of a model that are of a class of the user's own, which may mix positions."""
+    every = _leaves(getattr(model._compile_metrics, "metrics", None) or [])
+    return [metric for metric in every if not type(metric).update_state.__module__.startswith("keras.")]
 
 
 def _leaves(metrics: Any) -> Iterator[Any]:

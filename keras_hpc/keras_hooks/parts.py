@@ -47,13 +47,6 @@ def install(job: Any, patcher: Any) -> None:
 def use(model: Any, plan: Plan) -> None:
     """Compute a model by a plan from now on."""
     group, known = current.job().group, current.job().known
-    outputs = {(split, tuple(x.shape[a] for a in sorted(split))) for x, split in outputs_of(plan)}
-    if len(outputs) > 1:
-        raise ValueError(
-            "The outputs of a model in parts are all split alike, or all whole. End each with the same extents, or "
-            f"leave the model whole: keras_hpc.partition(model, parts=1). Received: `{model.name}` with outputs "
-            f"{[(tuple(x.shape), sorted(split)) for x, split in outputs_of(plan)]}, of a shape and the split axes"
-        )
     adding = [layer for layer in model._flatten_layers() if "add_loss" in keras_private.names_in(type(layer).call)]
     own = [layer for layer in adding if not type(layer).__module__.startswith("keras.")]
     if plan.is_split and own:
@@ -66,9 +59,20 @@ def use(model: Any, plan: Plan) -> None:
     for one in (model, functional_of(model)):
         state = known.model(one)
         state.runner, state.is_planned = runner, True
+    _forget_outputs(model)
     for name in ("train_function", "test_function", "predict_function"):
         if getattr(model, name, None) is not None:
             setattr(model, name, None)  # they may have compiled what is not true any more
+
+
+def _forget_outputs(model: Any) -> None:
+    """Let the next step decide whether outputs are needed whole, of losses and metrics that may be others now."""
+    runner = runner_of(model)
+    if runner is None:
+        return
+    state = current.job().known.model(functional_of(model))
+    alike = {(split, tuple(x.shape[a] for a in sorted(split))) for x, split in outputs_of(runner.plan)}
+    state.needs_whole_outputs, state.outputs_are_decided = len(alike) > 1, False
 
 
 def outputs_of(plan: Plan) -> list[tuple[Any, Split]]:
@@ -100,6 +104,7 @@ def _compile(original: Method) -> Method:
         result = original(self, *args, **kwargs)
         if not current.is_local():
             _plan_once(self)
+            _forget_outputs(self)
             if self.jit_compile is True and runner_of(self) is not None and keras.backend.backend() == "torch":
                 raise ValueError(
                     "PyTorch's compiler cannot see what ranks exchange inside of a model in parts. Expected "
@@ -121,7 +126,9 @@ def runner_of(model: Any) -> Runner | None:
 def gives_parts(model: Any) -> bool:
     """Return whether outputs are this rank's parts in the steps of a model, and losses and metrics are of these."""
     runner = runner_of(model)
-    return runner is not None and any(runner.plan.outputs) and _steps_are_keras_own(model) and _has_keras_call(model)
+    if runner is None or current.job().known.model(functional_of(model)).needs_whole_outputs:
+        return False
+    return any(runner.plan.outputs) and _steps_are_keras_own(model) and _has_keras_call(model)
 
 
 def _has_keras_call(model: Any) -> bool:
@@ -200,11 +207,14 @@ def as_whole(model: Any, batch: Any) -> Any:
         return batch
     inputs = [(x.shape, runner.plan.splits[id(x)]) for x in runner.plan.model.inputs]
     outputs = [(x.shape, split) for x, split in outputs_of(runner.plan)]
-    x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
+    x, *others = keras.utils.unpack_x_y_sample_weight(batch)
     given = [*zip(keras.tree.flatten(x), inputs, strict=False)]
-    wholes = {id(leaf): _whole(leaf, *of) for leaf, of in given}
-    for leaf in keras.tree.flatten((y, weight)):
-        wholes.setdefault(id(leaf), _whole(leaf, *outputs[0]))
+    for leaves in map(keras.tree.flatten, others):
+        each = outputs if len(leaves) == len(outputs) else outputs[:1] * len(leaves)
+        given += zip(leaves, each, strict=True)
+    wholes: dict[int, Any] = {}
+    for leaf, of in given:
+        wholes.setdefault(id(leaf), _whole(leaf, *of))
     return keras.tree.map_structure(lambda leaf: wholes.get(id(leaf), leaf), batch)
 
 

@@ -33,7 +33,7 @@ _REDUCTIONS = frozenset(
     )
 )
 # Of which ranks combine what each of them has.
-COMBINED = frozenset(("Amax", "Amin", "Max", "Mean", "Min", "Std", "Sum", "Var"))
+COMBINED = frozenset(("Amax", "Amin", "Max", "Mean", "Min", "Moments", "Std", "Sum", "Var"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def effect_of(node: Any, parts: Sequence[int]) -> Effect | None:
 
 def reduced_axes(operation: Any, rank: int) -> frozenset[int]:
     """Return along which axes of its input an operation works."""
-    axis = getattr(operation, "axis", None)
+    axis = getattr(operation, "axes" if type(operation).__name__ == "Moments" else "axis", None)
     if axis is None:
         return frozenset(range(rank))
     return frozenset(one % rank for one in (axis if isinstance(axis, (tuple, list)) else [axis]))

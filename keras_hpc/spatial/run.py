@@ -250,7 +250,7 @@ class Runner:
         copies = self._group.size // math.prod(self.plan.grid.parts[axis - 1] for axis in split)
         gather = functools.partial(self._gathered, name)
         y = statistics.reduced(type(operation).__name__, gather, self._shares(tensor), copies, x, axes)
-        return y if operation.keepdims else ops.squeeze(y, axis=axes)
+        return y if operation.keepdims else keras.tree.map_structure(lambda one: ops.squeeze(one, axis=axes), y)
 
     def _shares(self, tensor: Any) -> list[float]:
         """Return of a tensor's positions the part that each rank of the group has; several may have the same."""

@@ -104,9 +104,12 @@ def reduced(name: str, gather: Gather, shares: Sequence[float], copies: int, x: 
     elif name == "Mean":
         y = combined(gather, shares, ops.mean(values, axis=axes, keepdims=True))
     else:
-        y = combined(gather, shares, *ops.moments(values, axes=list(axes), keepdims=True))[1]
-        y = ops.sqrt(y) if name == "Std" else y
-    return ops.cast(y, x.dtype)
+        mean, variance = combined(gather, shares, *ops.moments(values, axes=list(axes), keepdims=True))
+        if name == "Moments":
+            y = mean, variance
+        else:
+            y = ops.sqrt(variance) if name == "Std" else variance
+    return keras.tree.map_structure(lambda one: ops.cast(one, x.dtype), y)
 
 
 def maximum(gather: Gather, x: Any, axes: Sequence[int]) -> Any:

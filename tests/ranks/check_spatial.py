@@ -9,6 +9,7 @@ from keras import layers
 from keras_cases import assert_identical, enough, enough_on, on_one_rank, values
 from spatial_cases import (
     NETWORKS,
+    assert_like_one_rank,
     bordered,
     centred,
     compiled,
@@ -40,22 +41,6 @@ def my_group(array, batch):
     """The rows of a batch that this rank's group computes."""
     begin, end = (-(-batch * g // keras_hpc.group_count()) for g in (keras_hpc.group(), keras_hpc.group() + 1))
     return array[begin:end]
-
-
-def assert_like_one_rank(train, of_weights, of_results):
-    """Compares what `train()` returns, results and a model, with the same on one rank. Returns that and this model."""
-
-    def alone():
-        results, model = train()
-        return results, values(model)
-
-    expected, weights = on_one_rank(alone)
-    found, model = train()
-    assert_identical(values(model))
-    for a, b in zip(values(model), weights, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=of_weights)
-    keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=of_results), found, expected)
-    return expected, model
 
 
 def gradients(model, before):

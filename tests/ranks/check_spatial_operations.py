@@ -76,7 +76,9 @@ OPERATIONS = {
     "extremes": lambda x: x * ops.max(x, axis=(1, 2), keepdims=True) - ops.min(x, axis=(1, 2, 3), keepdims=True),
     "normalized": lambda x: (x - ops.mean(x, (1, 2), True)) / (ops.std(x, (1, 2), True) + ops.var(x, (1, 2), True)),
     "of an axis": lambda x: x * ops.mean(x, axis=1, keepdims=True) + ops.sum(x, axis=2, keepdims=True),
-    "moments": lambda x: x * ops.moments(x, axes=(1, 2), keepdims=True)[1],
+    "moments": lambda x: (
+        x * ops.moments(x, axes=(1, 2), keepdims=True)[1] + ops.expand_dims(ops.moments(x, axes=[1, 2])[0], (1, 2))
+    ),
     "of channels": lambda x: layers.Multiply()([x, ops.max(x, axis=-1, keepdims=True), ops.mean(x, -1, True)]),
     "lambda": lambda x: layers.Lambda(lambda y: y * ops.sigmoid(y))(x),
     "activation": lambda x: layers.Conv2D(3, 3, padding="same", activation=swish)(x),

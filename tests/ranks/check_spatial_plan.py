@@ -331,6 +331,16 @@ def test_layers_that_get_everything_and_others():
             assert [len(step.splits[0]) for _, step in plan.nodes()] == splits, str(plan)
 
 
+def test_moments_over_all_that_is_split_are_combined():
+    inputs = keras.Input((16, 8, 3))
+    x = layers.Conv2D(4, 3, padding="same")(inputs)
+    mean, variance = keras.ops.moments(x, axes=(1, 2), keepdims=True)
+    plan = partition(keras.Model(inputs, (x - mean) * keras.ops.rsqrt(variance + 0.1)), 2)
+    kinds_of = {type(node.operation).__name__: step.kind for node, step in plan.nodes()}
+    assert kinds_of["Moments"] == "reduction"
+    assert plan.outputs == [{1}]
+
+
 def test_refused_models():
     class Subclassed(keras.Model):
         pass

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from keras import layers
 from keras_cases import enough_on
-from spatial_cases import compiled, direct, grid, pixels, ranks, residual, samples, strided
+from spatial_cases import compiled, direct, grid, ranks, residual, samples, strided
 
 import keras_hpc
 
@@ -35,39 +35,6 @@ def test_different_samples_in_a_group_are_refused(grid):
         in_a_loop(x + keras_hpc.rank(), training=False)
 
 
-def test_losses_and_metrics_that_mix_positions_are_refused(grid):
-    x = np.ones((2, 13, 9, 2), "float32")
-
-    def mean_of_all(y_true, y_pred):
-        return keras.ops.mean((y_true - y_pred) ** 2)
-
-    with pytest.raises(ValueError, match=r"The loss `dice` of outputs in parts has a value for each position"):
-        compiled(pixels, keras.losses.Dice()).fit(x, x, verbose=0)
-    with pytest.raises(ValueError, match=r"The loss `mean_of_all` of outputs in parts has a value for each position"):
-        compiled(pixels, mean_of_all).fit(x, x, verbose=0)
-    with pytest.raises(ValueError, match=r"What the metric `mean_of_all` averages"):
-        compiled(pixels, "mse", metrics=[mean_of_all]).fit(x, x, verbose=0)
-
-    def differences(y_true, y_pred):
-        error = y_true - y_pred
-        return keras.ops.mean(keras.ops.abs(error - keras.ops.roll(error, 1, axis=1)), axis=-1)
-
-    with pytest.raises(ValueError, match=r"The loss `differences` of outputs in parts mixes positions"):
-        compiled(pixels, differences).fit(x, x, verbose=0)
-    with pytest.raises(ValueError, match=r"The metric `differences` of outputs in parts mixes positions"):
-        compiled(pixels, "mse", metrics=[differences]).fit(x, x, verbose=0)
-
-    class Own(keras.metrics.Metric):
-        def update_state(self, y_true, y_pred, sample_weight=None):
-            pass
-
-        def result(self):
-            return 0.0
-
-    with pytest.raises(ValueError, match=r"A metric of your own.*`own` \(Own\)"):
-        compiled(pixels, "mse", metrics=[Own(name="own")]).fit(x, x, verbose=0)
-
-
 def test_refusals_come_from_compile(grid):
     class Own(layers.Layer):
         def call(self, x):
@@ -85,10 +52,6 @@ def test_refusals_come_from_compile(grid):
     model.fit(x, np.ones((4, 34, 10, 4), "float32"), verbose=0)
     with pytest.raises(ValueError, match=r"begins with keras\.Input"):
         keras.Sequential([layers.Conv2D(3, 3)]).compile("sgd", "mse")
-    inputs = keras.Input((36, 12, 4))
-    y = layers.Conv2D(2, 3, padding="same")(inputs)
-    with pytest.raises(ValueError, match="split alike, or all whole"):
-        keras.Model(inputs, [y, layers.GlobalAveragePooling2D()(y)]).compile("sgd", "mse")
     with pytest.raises(ValueError, match="arranged by init"):
         keras_hpc.partition(model, parts=7)
     with pytest.raises(ValueError, match="without spatial"):

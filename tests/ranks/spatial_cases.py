@@ -5,7 +5,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from keras_cases import enough
+from keras_cases import assert_identical, enough, on_one_rank, values
 
 import keras_hpc
 from keras_hpc.spatial.geometry import Grid
@@ -219,3 +219,19 @@ def integers():
 
 def direct(model, x):
     return keras.ops.convert_to_numpy(model(x, training=False))
+
+
+def assert_like_one_rank(train, of_weights, of_results):
+    """Compares what `train()` returns, results and a model, with the same on one rank. Returns that and this model."""
+
+    def alone():
+        results, model = train()
+        return results, values(model)
+
+    expected, weights = on_one_rank(alone)
+    found, model = train()
+    assert_identical(values(model))
+    for a, b in zip(values(model), weights, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=of_weights)
+    keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=of_results), found, expected)
+    return expected, model

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F401, F811
+"""Losses and metrics that mix positions, and outputs of several kinds: models in parts then give them whole."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from keras_cases import enough, enough_on
+from spatial_cases import assert_like_one_rank, grid, ranks
+
+import keras_hpc
+
+RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2, 3, 4)}
+SOAK = {"tensorflow": (3, 4), "jax": (3, 4)}
+TIMEOUT = 900
+
+
+def of_pixels():
+    inputs = keras.Input((13, 8, 2))
+    x = layers.Conv2D(4, 3, padding="same", activation="relu")(inputs)
+    return keras.Model(inputs, layers.Conv2D(3, 3, padding="same", activation="softmax")(x))
+
+
+def of_scales():
+    """A split output, one with other extents, and a whole one."""
+    inputs = keras.Input((13, 8, 2))
+    x = layers.Conv2D(4, 3, padding="same", activation="relu")(inputs)
+    y = layers.Conv2D(3, 3, strides=2, padding="same")(x)
+    outputs = [layers.Conv2D(3, 1, activation="softmax", name="a")(x), layers.Softmax(name="b")(y)]
+    return keras.Model(inputs, [*outputs, layers.GlobalAveragePooling2D(name="c")(y)])
+
+
+def soft_dice(y_true, y_pred):
+    space = (1, 2)
+    both, sums = ops.sum(y_true * y_pred, axis=space), ops.sum(y_true + y_pred, axis=space)
+    return 1 - ops.mean((2 * both + 1) / (sums + 1), axis=-1)
+
+
+def with_entropy(y_true, y_pred):
+    entropy = keras.losses.categorical_crossentropy(y_true, y_pred)
+    return soft_dice(y_true, y_pred) + ops.mean(entropy, axis=(1, 2))
+
+
+def differences(y_true, y_pred):
+    """A value for each position, of which each depends on a neighbour."""
+    error = y_true - y_pred
+    return ops.mean(ops.abs(error - ops.roll(error, 1, axis=1)), axis=-1)
+
+
+class Found(keras.metrics.Metric):
+    """A metric of the user's own: which part of what is true was found."""
+
+    def __init__(self, name="found"):
+        super().__init__(name=name)
+        self.both, self.true = (self.add_weight(initializer="zeros", name=one) for one in ("both", "true"))
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        y_true = ops.cast(y_true, y_pred.dtype)
+        self.both.assign(self.both + ops.sum(y_true * y_pred))
+        self.true.assign(self.true + ops.sum(y_true))
+
+    def result(self):
+        return self.both / self.true
+
+
+def assert_trains(network, loss, metrics=None, weighs=False):
+    """Trains, evaluates and predicts, before and after it, as one rank does."""
+
+    def train():
+        keras.utils.set_random_seed(3)
+        model = network()
+        model.compile(keras.optimizers.SGD(0.5), loss(), weighted_metrics=metrics and metrics())
+        if keras_hpc.is_initialized() and keras_hpc.size() > 1:
+            keras_hpc.partition(model, min_rows=1)
+        random = np.random.default_rng(0)
+        x = random.normal(size=(6, 13, 8, 2)).astype("float32")
+        y = [np.eye(3, dtype="float32")[random.integers(0, 3, (6, *out.shape[1:-1]))] for out in model.outputs]
+        y = y if len(y) > 1 else y[0]
+        weight = random.random(6).astype("float32") if weighs else None
+        first = model.predict(x, verbose=0) if keras.backend.backend() != "jax" else None  # which would compile it
+        history = model.fit(x, y, sample_weight=weight, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+        scores = model.evaluate(x, y, sample_weight=weight, batch_size=4, verbose=0)
+        return {"history": history, "scores": scores, "outputs": [first, model.predict(x, verbose=0)]}, model
+
+    assert_like_one_rank(train, of_weights=1e-5, of_results=1e-5)
+
+
+LOSSES = {
+    "own": lambda: with_entropy,
+    "dice": lambda: keras.losses.Dice(axis=(1, 2, 3)),
+    "tversky": lambda: keras.losses.Tversky(alpha=0.3, beta=0.7, axis=(1, 2, 3)),
+    "differences": lambda: differences,
+}
+
+
+@pytest.mark.parametrize("loss", ["own", *enough([name for name in LOSSES if name != "own"], "torch")])
+def test_losses_that_mix_positions(loss, grid):
+    def metrics():
+        # Of weights, and on JAX, Keras' own IoU gives warnings.
+        iou = [] if weighs or keras.backend.backend() == "jax" else [keras.metrics.OneHotMeanIoU(3, name="iou")]
+        return ["accuracy", soft_dice, *iou]
+
+    weighs = loss == "tversky"
+    assert_trains(of_pixels, LOSSES[loss], metrics, weighs)
+
+
+@enough_on("torch")
+def test_metrics_that_mix_positions(grid):
+    assert_trains(of_pixels, lambda: "categorical_crossentropy", lambda: [Found(), "mae"])
+
+
+@enough_on("torch")
+@pytest.mark.parametrize("mixes", [False, True])
+def test_outputs_of_several_extents(mixes, grid):
+    assert_trains(of_scales, lambda: [with_entropy if mixes else "mse", "mae", "mse"], lambda: [["mae"], ["mse"], []])
+
+
+@enough_on("torch")
+def test_a_ratio_of_sums_over_a_batch(grid):
+    """A group that computes all samples computes what one rank does; several groups cannot."""
+    if keras_hpc.group_count() == 1:
+        assert_trains(of_pixels, keras.losses.Dice, lambda: [keras.losses.Dice(reduction=None)])
+        return
+    with pytest.raises(ValueError, match=r"keras\.losses\.Dice\(axis=\(1, 2, 3\)\)"):
+        assert_trains(of_pixels, keras.losses.Dice)
+
+
+@enough_on("torch")
+def test_targets_are_whole_where_outputs_are(grid):
+    model = of_pixels()
+    model.compile("sgd", soft_dice)
+    x, y = np.ones((2, 13, 8, 2), "float32"), np.ones((2, 13, 8, 3), "float32")
+    begin, end = keras_hpc.part(13)
+    model.train_on_batch(x[:, begin:end] if grid[-1] == 1 else x, y)
+    model.compile("sgd", soft_dice)
+    with pytest.raises(ValueError, match=r"Expected targets and sample weights of whole samples, \(13, 8, 3\)"):
+        model.train_on_batch(x, y[:, begin:end])
