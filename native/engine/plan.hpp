@@ -104,6 +104,8 @@ class Plan {
   size_t segment_bytes() const { return memory_ ? memory_->segment()->nbytes() : 0; }
   // Ranks that have not done their part of this tensor, as far as this rank can see.
   std::vector<int> missing_ranks(int tensor) const;
+  // Across nodes: whether a rank of this node has not got its slice of this tensor from the others yet, or not sent it.
+  bool owes_slice(int tensor, int rank) const;
   std::string describe(int tensor) const;
   std::string what() const { return "plan " + std::to_string(number_) + " " + name_; }
   PlanProgress progress() const;
