@@ -1,8 +1,11 @@
 """The engine with ranks as threads: what ranks are told that disagree, come late, leave or misuse it."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
-from in_process import as_bytes, run
+from in_process import SOON, as_bytes, caught, run
 
 from keras_hpc import _native
 
@@ -56,6 +59,31 @@ def test_a_rank_that_left_is_an_error_at_once():
 
     for threads in (0, 1):
         run([0, 0, 0], work, threads, timeout=30)
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_rank_that_left_in_the_middle_of_a_step_is_named_on_all_nodes(threads):
+    """It has given its node all, and leaves before its slice has come from the other node."""
+    nodes, left, everyone = [0, 0, 1, 1], threading.Event(), threading.Barrier(4)
+
+    def work(team, rank):
+        x = np.ones(100_000, np.float32)  # two owners a node
+        plan = team.plan("p", [("t", "float32", x.size)], "sum", False)
+        everyone.wait(30)
+        if rank > 1:
+            assert left.wait(30)
+        plan.start(0, as_bytes(x))
+        if rank == 1:
+            time.sleep(0.1)  # its thread has packed it
+            team.close()
+            left.set()
+        else:
+            text, seconds = caught(lambda: plan.wait(0))
+            assert "rank 1" in text
+            assert seconds < SOON + 1
+        everyone.wait(30)
+
+    run(nodes, work, threads)
 
 
 def test_misuse_is_an_error():

@@ -76,6 +76,46 @@ def test_nodes_of_different_size_cut_small_plans_alike(nodes, count):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("nodes", [[0, 1], [0, 1, 2], [0, 0, 1, 1, 1], list(range(7))], ids=str)
+def test_weights_travel_with_the_data_of_small_plans(nodes, algorithm):
+    """Other weights in each step: some are 0, all are, or they are no whole numbers. Data of any length and type."""
+    size, steps = len(nodes), 4
+
+    def weights(step):
+        return [[rank % 3, 0, 0.1 + rank, 1e-18][step] for rank in range(size)]
+
+    def plans():
+        for count in (1, 3, 257, 4096, 4097):  # the last one of float32 is too long for it
+            for dtype in ("float32", "float64", "bfloat16", "float16"):
+                yield [count], [dtype], False
+        yield [3, 5, 2], ["float32", "float64", "float32"], False  # the first bucket has it
+        yield [3, 5, 2], ["float32", "float64", "float32"], True
+
+    def work(team, rank):
+        use(team, algorithm)
+        results = []
+        for number, (counts, dtypes, in_segment) in enumerate(plans()):
+            specs = [(f"t{i}", dtype, n) for i, (n, dtype) in enumerate(zip(counts, dtypes, strict=True))]
+            plan = team.plan(f"p{number}", specs, "mean", True, "", in_segment)
+            for step in range(steps):
+                arrays = data_of(rank, counts, dtypes, step)
+                reduce_plan(team, arrays, dtypes, "mean", True, weights(step)[rank], plan)
+                if in_segment:
+                    arrays = [plan.memory(i).view(DTYPES[dtype]).copy() for i, dtype in enumerate(dtypes)]
+                results.append(arrays)
+        return results
+
+    found = iter(zip(*run(nodes, work), strict=True))
+    for counts, dtypes, _ in plans():
+        for step in range(steps):
+            results = next(found)
+            if sum(weights(step)) > 0:
+                check(results, nodes, counts, dtypes, "mean", weights(step), step)
+            else:
+                assert not any(x.any() for arrays in results for x in arrays)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("nodes", [[0, 1], [0, 1, 2], [0, 0, 1, 1]], ids=str)
 @pytest.mark.parametrize("path", ["staged", "push"])
 def test_many_segments_on_the_way(nodes, algorithm, path):

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "algorithms/allreduce.hpp"
 
+#include <cstring>
+
 #include "common/error.hpp"
 
 namespace keras_hpc {
@@ -78,6 +80,7 @@ void Allreduce::begin(Algorithm algorithm, const AllreduceBuffer& buffer) {
   schedule_ = &schedules_.of(algorithm, buffer.count, buffer.how);
   step_ = 0;
   posted_ = false;
+  if (b_.rider != nullptr) std::memcpy(at(b_.count), b_.rider, sizeof *b_.rider);
   const size_t nbytes = wire_.rounds() ? wire_.nbytes(buffer.count) : 0;
   if (sent_bytes_ >= nbytes) return;
   messages_->sent = message_memory(nbytes);
@@ -98,6 +101,7 @@ Progress Allreduce::advance() {
     take(step);
     posted_ = false;
   }
+  if (b_.rider != nullptr) std::memcpy(b_.rider, at(b_.count), sizeof *b_.rider);
   return Progress::done;
 }
 
@@ -121,7 +125,7 @@ void Allreduce::post(const Step& step) {
   const Peers& peers = schedules_.peers();
   if (step.adds) {
     size_t nbytes = 0;
-    for (const Move& move : step.receives) nbytes += wire_.nbytes(move.end - move.begin);
+    for (const Move& move : step.receives) nbytes += bytes_of(move.begin, move.end);
     if (received_bytes_ < nbytes) {
       messages_->received = message_memory(nbytes);
       received_bytes_ = nbytes;
@@ -130,7 +134,7 @@ void Allreduce::post(const Step& step) {
   // Receives are tested last: they take longest, and then the sends have gone, too.
   std::byte* place = messages_->received.get();
   for (const Move& move : step.receives) {
-    const size_t nbytes = wire_.nbytes(move.end - move.begin);
+    const size_t nbytes = bytes_of(move.begin, move.end);
     const int peer = peers.ranks[static_cast<size_t>(move.peer)];
     std::byte* to = wire_.rounds() ? rounded(move.begin) : at(move.begin);
     pending_.add(channel_.receive(step.adds ? place : to, nbytes, peer, tag_), peer);
@@ -139,7 +143,7 @@ void Allreduce::post(const Step& step) {
   for (const Move& move : step.sends) {
     const int peer = peers.ranks[static_cast<size_t>(move.peer)];
     const std::byte* from = wire_.rounds() ? rounded(move.begin) : at(move.begin);
-    pending_.add(channel_.send(from, wire_.nbytes(move.end - move.begin), peer, tag_), peer);
+    pending_.add(channel_.send(from, bytes_of(move.begin, move.end), peer, tag_), peer);
   }
 }
 
@@ -158,10 +162,24 @@ void Allreduce::take(const Step& step) {
     for (; move != step.receives.end() && move->begin == begin; ++move) {
       mine += move->peer < schedules_.peers().me;
       parts_.push_back(place);
-      place += wire_.nbytes(count);
+      place += bytes_of(begin, begin + count);
     }
     wire_.combine(b_.op, at(begin), parts_, mine, count);
+    if (b_.rider != nullptr && begin + count == b_.count) add_riders(count, mine);
   }
+}
+
+// In the order of ranks, as elements are: those behind `count` elements of each part, and this rank's own.
+void Allreduce::add_riders(size_t count, size_t mine) {
+  double sum = 0;
+  for (size_t i = 0; i <= parts_.size(); ++i) {
+    double one;
+    const void* from =
+        i == mine ? at(b_.count) : static_cast<const std::byte*>(parts_[i - (i > mine)]) + wire_.nbytes(count);
+    std::memcpy(&one, from, sizeof one);
+    sum += one;
+  }
+  std::memcpy(at(b_.count), &sum, sizeof sum);
 }
 
 }  // namespace keras_hpc

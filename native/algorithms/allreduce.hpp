@@ -63,6 +63,9 @@ struct AllreduceBuffer {
   std::shared_ptr<void> memory;
   // Where not all ranks need, or give, all: the others' results are any numbers. Not with Algorithm::library.
   Partial how = {};
+  // A number that is summed up beside the elements, in the same messages; or none. There is memory for it behind the
+  // data. Not with Algorithm::library, nor where values are rounded, nor where not all ranks need, or give, all.
+  double* rider = nullptr;
 };
 
 enum class Progress { none, some, done };
@@ -91,9 +94,14 @@ class Allreduce {
   // Values that are rounded while they travel, as others have them: each has a place of its own. In steps that do not
   // add they are received here, too, and sent on as they are.
   std::byte* rounded(size_t element) const { return messages_->sent.get() + wire_.nbytes(element); }
+  // Of elements while they travel. The rider goes wherever the last one does.
+  size_t bytes_of(size_t begin, size_t end) const {
+    return wire_.nbytes(end - begin) + (b_.rider != nullptr && end == b_.count ? sizeof *b_.rider : 0);
+  }
   void round(const Step& step);
   void post(const Step& step);
   void take(const Step& step);
+  void add_riders(size_t count, size_t mine);
 
   Channel& channel_;
   Schedules& schedules_;

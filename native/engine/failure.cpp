@@ -190,7 +190,7 @@ void Lookout::examine(const Awaited& awaited, bool due) {
     if (rank == topology.rank) continue;
     const bool certain = is_in(missing, rank);
     const bool has_left = failure_->bell_of(rank)->fate == Fate::left;
-    if (has_left && (certain || missing.empty()))
+    if (has_left && (certain || awaited.needs(rank)))
       text = "rank " + std::to_string(rank) +
              " has already left the job (it called finalize or reached the end of its script) while this rank waits "
              "for it. Do all ranks run the same number of steps, and make the same calls?";

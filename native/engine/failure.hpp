@@ -79,6 +79,8 @@ class Awaited {
   virtual std::string name() const = 0;
   // Ranks that have not done their part, for certain; none: it is not known who.
   virtual std::vector<int> missing() const = 0;
+  // Whether a rank of the node has still something to do for it, for certain or as far as is known.
+  virtual bool needs(int /* rank */) const { return missing().empty(); }
   virtual bool is_outside() const { return false; }  // something of another node, which rings no bell
   virtual Stall stall() const = 0;
 };

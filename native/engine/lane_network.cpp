@@ -15,8 +15,15 @@ void LaneNetwork::begin(uint64_t turn, Algorithm algorithm, const AllreduceBuffe
   on_way_.push_back({turn, slice.count == 0, Clock::now()});
 }
 
+void LaneNetwork::begin_with_weight(uint64_t turn, Algorithm algorithm, AllreduceBuffer slice, double of_node) {
+  *weight_ = of_node;
+  weight_is_ = WeightIs::with_first_slice;  // all of the execution before have been taken
+  slice.rider = weight_.get();
+  begin(turn, algorithm, slice);
+}
+
 std::optional<LaneNetwork::Arrival> LaneNetwork::take() {
-  if (on_way_.empty() || !on_way_.front().back || weight_on_way_) return std::nullopt;
+  if (on_way_.empty() || !on_way_.front().back || !knows_weight()) return std::nullopt;
   const Arrival arrival{on_way_.front().turn, on_way_.front().begin};
   on_way_.pop_front();
   return arrival;
@@ -26,7 +33,7 @@ void LaneNetwork::begin_weight(double of_node) {
   *weight_ = of_node;
   weight_operation_.begin(Algorithm::recursive_doubling,
                           {weight_.get(), 1, DType::float64, DType::float64, Op::sum, weight_});
-  weight_on_way_ = true;
+  weight_is_ = WeightIs::on_its_way;
 }
 
 Progress LaneNetwork::advance() {
@@ -36,9 +43,10 @@ Progress LaneNetwork::advance() {
     moved = moved || progress != Progress::none;
     return progress == Progress::done;
   };
-  if (weight_on_way_) weight_on_way_ = !drive(weight_operation_);
+  if (weight_is_ == WeightIs::on_its_way && drive(weight_operation_)) weight_is_ = WeightIs::known;
   for (OnWay& slice : on_way_)
     if (!slice.back) slice.back = drive(place_of(slice.turn));
+  if (weight_is_ == WeightIs::with_first_slice && on_way_.front().back) weight_is_ = WeightIs::known;
   return is_idle() ? Progress::done : moved ? Progress::some : Progress::none;
 }
 

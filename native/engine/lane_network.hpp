@@ -26,6 +26,8 @@ class LaneNetwork {
   bool is_full() const { return on_way_.size() >= kInFlight; }
   // One that is empty is back at once.
   void begin(uint64_t turn, Algorithm algorithm, const AllreduceBuffer& slice);
+  // With the weight in the same messages, for which there is memory behind the slice.
+  void begin_with_weight(uint64_t turn, Algorithm algorithm, AllreduceBuffer slice, double of_node);
   // Takes the next turn that is back, once the weight is.
   struct Arrival {
     uint64_t turn;
@@ -36,11 +38,11 @@ class LaneNetwork {
   // ---- the weight
 
   void begin_weight(double of_node);
-  bool knows_weight() const { return !weight_on_way_; }
+  bool knows_weight() const { return weight_is_ == WeightIs::known; }
   double weight() const { return *weight_; }
 
   Progress advance();
-  bool is_idle() const { return on_way_.empty() && !weight_on_way_; }
+  bool is_idle() const { return on_way_.empty() && knows_weight(); }
 
  private:
   struct OnWay {
@@ -55,7 +57,7 @@ class LaneNetwork {
   std::deque<OnWay> on_way_;
   Allreduce weight_operation_;
   std::shared_ptr<double> weight_ = std::make_shared<double>(0.0);
-  bool weight_on_way_ = false;
+  enum class WeightIs { known, on_its_way, with_first_slice } weight_is_ = WeightIs::known;
 };
 
 }  // namespace keras_hpc

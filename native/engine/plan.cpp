@@ -20,6 +20,7 @@ static_assert(kTagBlocks * LaneNetwork::kTags <= 32767);
 // slower for less, and faster for 100 MB inside of a training step; measured on Intel Sapphire Rapids.)
 constexpr size_t kStreamedBytes = 32 << 20;
 constexpr size_t kFewBytes = 128 << 10;
+constexpr size_t kFewBytesOfSlice = 16 << 10;
 
 // Of float16 a sum that has not been divided yet may be too large.
 bool has_float16(const std::vector<TensorSpec>& tensors, std::optional<DType> wire) {
@@ -103,7 +104,7 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
   for (int lane = 0; lane < lanes; ++lane) {
     lanes_[at(lane)].number = lane;
     if (in_segment_ && topology_.node_count > 1)
-      lanes_[at(lane)].sums = message_memory(LaneNetwork::kInFlight * largest_bucket_);
+      lanes_[at(lane)].sums = message_memory(LaneNetwork::kInFlight * sum_stride());
     for (const int bucket : layout_.buckets_of_lane(lane))
       if (!algorithms_.empty() && algorithms_[at(bucket)] == Algorithm::library && !lanes_[at(lane)].mpi_channel)
         lanes_[at(lane)].mpi_channel = transport.open_library_channel();
@@ -234,7 +235,7 @@ bool Plan::reduce_next(LaneState& lane, Channel& channel) {
     lane.network = std::make_unique<LaneNetwork>(channel, lane.mpi_channel.get(), topology_,
                                                  number_ % kTagBlocks * LaneNetwork::kTags);
   const Turn next = memory_->turn(lane.number, lane.reduced);
-  if (!know_weights(lane, lane.reduced / layout_.buckets_of_lane(lane.number).size() + 1)) return false;
+  if (!know_weights(next, lane)) return false;
   const auto begin = Clock::now();
   reduce(next, lane);
   // Else what it gave us may have been overwritten.
@@ -254,11 +255,17 @@ bool Plan::reduce_next(LaneState& lane, Channel& channel) {
 void Plan::set_out(const Turn& turn, LaneState& lane) {
   const Bucket& bucket = turn.bucket;
   const Range mine = slice(turn, topology_.local_rank);
-  lane.network->begin(
-      turn.number, algorithms_[at(turn.index)],
-      {sum_of(turn, lane) + (mine.begin - bucket.begin), mine.size() / size_of(bucket.dtype), bucket.dtype,
-       wire_.value_or(bucket.dtype), op_, in_segment_ ? std::shared_ptr<void>(lane.sums) : memory_->segment(),
-       how_between_nodes(mine, bucket.dtype)});
+  const AllreduceBuffer buffer = {sum_of(turn, lane) + (mine.begin - bucket.begin),
+                                  mine.size() / size_of(bucket.dtype),
+                                  bucket.dtype,
+                                  wire_.value_or(bucket.dtype),
+                                  op_,
+                                  in_segment_ ? std::shared_ptr<void>(lane.sums) : memory_->segment(),
+                                  how_between_nodes(mine, bucket.dtype)};
+  if (carries_weight(turn))
+    lane.network->begin_with_weight(turn.number, algorithms_[at(turn.index)], buffer, lane.weight_of_node);
+  else
+    lane.network->begin(turn.number, algorithms_[at(turn.index)], buffer);
 }
 
 bool Plan::is_under_way(int lane) const {
@@ -315,20 +322,30 @@ Range Plan::slice(const Turn& turn, int owner) const {
   return Layout::slice(bucket, owner, owners_);
 }
 
-// How much the ranks of this node count in an execution. The sum over all nodes comes in one small message, and only
-// float16 waits for it.
-bool Plan::know_weights(LaneState& lane, uint64_t step) {
+// Whether the weight travels in the messages of this bucket, the first of an execution, and not in one of its own: for
+// few bytes, each message counts. It lies where the slice of another owner would.
+bool Plan::carries_weight(const Turn& turn) const {
+  const Bucket& bucket = turn.bucket;
+  const bool is_rounded = wire_ && bucket.dtype == DType::float32;
+  return divides_late_ && bucket.number == 0 && owners_ == 1 && bucket.end - bucket.begin <= kFewBytesOfSlice &&
+         algorithms_[at(turn.index)] != Algorithm::library && !is_rounded && flow_ == Flow::to_all;
+}
+
+// How much the ranks of this node count in an execution. The sum over all nodes comes with its first bucket or in one
+// small message, and only float16 waits for it.
+bool Plan::know_weights(const Turn& turn, LaneState& lane) {
+  const uint64_t step = turn.number / layout_.buckets_of_lane(lane.number).size() + 1;
   const bool asks_others = weighted_ && topology_.node_count > 1;
   if (lane.weights_step != step) {
     lane.of_rank.clear();
-    double of_node = 0;
+    lane.weight_of_node = 0;
     for (int r = 0; r < topology_.local_size(); ++r) {
       lane.of_rank.push_back(weighted_ ? memory_->weight_of(r, step) : 1.0);
-      of_node += lane.of_rank.back();
+      lane.weight_of_node += lane.of_rank.back();
     }
     lane.weights_step = step;
-    if (asks_others) lane.network->begin_weight(of_node);
-    const double of_all = weighted_ ? of_node : topology_.size;
+    if (asks_others && !carries_weight(turn)) lane.network->begin_weight(lane.weight_of_node);
+    const double of_all = weighted_ ? lane.weight_of_node : topology_.size;
     find_weights(lane.of_rank, op_ == Op::mean && !divides_late_ ? of_all : 1.0, lane.weights);
   }
   if (!asks_others || divides_late_) return true;
@@ -367,7 +384,7 @@ void Plan::reduce(const Turn& turn, LaneState& lane) {
 
 std::byte* Plan::sum_of(const Turn& turn, const LaneState& lane) const {
   if (lane.sums == nullptr) return memory_->result(turn, topology_.local_rank);
-  return lane.sums.get() + turn.number % LaneNetwork::kInFlight * largest_bucket_;
+  return lane.sums.get() + turn.number % LaneNetwork::kInFlight * sum_stride();
 }
 
 // ---- the rest

@@ -31,6 +31,7 @@
 
 #include "algorithms/allreduce.hpp"
 #include "algorithms/kernels.hpp"
+#include "engine/area.hpp"
 #include "engine/context.hpp"
 #include "engine/lane_network.hpp"
 #include "engine/layout.hpp"
@@ -103,6 +104,8 @@ class Plan {
   size_t segment_bytes() const { return memory_ ? memory_->segment()->nbytes() : 0; }
   // Ranks that have not done their part of this tensor, as far as this rank can see.
   std::vector<int> missing_ranks(int tensor) const;
+  // Across nodes: whether a rank of this node has not got its slice of this tensor from the others yet, or not sent it.
+  bool owes_slice(int tensor, int rank) const;
   std::string describe(int tensor) const;
   std::string what() const { return "plan " + std::to_string(number_) + " " + name_; }
   PlanProgress progress() const;
@@ -118,6 +121,7 @@ class Plan {
     uint64_t published = 0;  // their results are visible to the node
     uint64_t copied = 0;
     uint64_t weights_step = 0;  // the execution whose weights have been looked up
+    double weight_of_node = 0;  // in it
     Weights weights;
     // Operations of a communicator begin in the same order on all ranks: those of a lane of one plan do.
     std::unique_ptr<Channel> mpi_channel;
@@ -139,12 +143,14 @@ class Plan {
   bool reduce_next(LaneState& lane, Channel& channel);
   bool drive_network(LaneState& lane);
   bool copy_next(LaneState& lane);
-  bool know_weights(LaneState& lane, uint64_t step);
+  bool know_weights(const Turn& turn, LaneState& lane);
+  bool carries_weight(const Turn& turn) const;
   void reduce(const Turn& turn, LaneState& lane);
   void set_out(const Turn& turn, LaneState& lane);
   void spread(const Turn& turn, LaneState& lane);
   // Where a bucket's bytes begin, of which this rank's slice goes to other nodes.
   std::byte* sum_of(const Turn& turn, const LaneState& lane) const;
+  size_t sum_stride() const { return Area::stride_for(largest_bucket_); }  // with room for the weight
   static Range whole(const Turn& turn) { return {turn.bucket.begin, turn.bucket.end}; }
   bool gives(int tensor, int local_rank) const;
   void gather(const Turn& turn, int tensor, std::byte* mine, size_t offset, size_t nbytes, LaneState& lane);

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a plan says of itself to who waits for it: whom it waits for, what it is, how far it is.
+#include <algorithm>
+
 #include "common/index.hpp"
 #include "engine/plan.hpp"
 
@@ -28,6 +30,16 @@ std::vector<int> Plan::missing_ranks(int tensor) const {
   for (const auto& ranks : topology_.ranks_of_node)  // this node is complete: somebody on another one is late
     if (&ranks != &topology_.local_ranks()) missing.insert(missing.end(), ranks.begin(), ranks.end());
   return missing;
+}
+
+bool Plan::owes_slice(int tensor, int rank) const {
+  const auto& local = topology_.local_ranks();
+  const auto owner = std::find(local.begin(), local.end(), rank) - local.begin();
+  if (topology_.node_count == 1 || owner >= owners_) return false;
+  const auto [first, last] = layout_.buckets_of(tensor);
+  return std::any_of(layout_.buckets().begin() + first, layout_.buckets().begin() + last, [&](const Bucket& bucket) {
+    return memory_->count(Stage::reduced, bucket.lane, static_cast<int>(owner)) < target(bucket);
+  });
 }
 
 std::string Plan::describe(int tensor) const {

@@ -36,6 +36,7 @@ class Team::TensorWait final : public Awaited {
       : team_(team), plan_(plan), tensor_(tensor), since_(since) {}
   std::string name() const override { return plan_.describe(tensor_); }
   std::vector<int> missing() const override { return plan_.missing_ranks(tensor_); }
+  bool needs(int rank) const override { return plan_.owes_slice(tensor_, rank); }
   bool is_outside() const override {
     for (int lane = 0; team_.options_.threads == 0 && lane < static_cast<int>(team_.lanes_.size()); ++lane)
       if (team_.lanes_[at(lane)]->network_is_busy) return true;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "simulator/mailboxes.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -14,11 +15,12 @@
 namespace keras_hpc::simulated {
 namespace {
 
-// What is longer is a gradient, of which only the size matters.
-constexpr size_t kCopiedBytes = 64;
+// What is longer is a gradient, of which only the size matters: but a short one has the ranks' weight behind it.
+constexpr size_t kCopiedBytes = 64, kShortBytes = 32 << 10;
 
+// The end of a message.
 struct Payload {
-  size_t nbytes = 0;
+  size_t begin = 0, nbytes = 0;
   char bytes[kCopiedBytes];
 };
 
@@ -88,7 +90,7 @@ class Received final : public Transfer {
  private:
   void end() override {
     const std::unique_ptr<Payload> payload(payload_);
-    std::memcpy(data_, payload->bytes, payload->nbytes);
+    std::memcpy(static_cast<char*>(data_) + payload->begin, payload->bytes, payload->nbytes);
   }
 
   void* data_;
@@ -103,9 +105,10 @@ class MailboxChannel final : public Channel {
   RequestPtr send(const void* data, size_t nbytes, int peer, int tag) override {
     work(overhead_s_);
     auto payload = std::make_unique<Payload>();
-    if (nbytes <= kCopiedBytes) {
-      payload->nbytes = nbytes;
-      std::memcpy(payload->bytes, data, nbytes);
+    if (nbytes <= kShortBytes) {
+      payload->nbytes = std::min(nbytes, kCopiedBytes);
+      payload->begin = nbytes - payload->nbytes;
+      std::memcpy(payload->bytes, static_cast<const char*>(data) + payload->begin, payload->nbytes);
     }
     const auto comm = hand_over_pointers(mailbox(rank_, peer, tag, nbytes).put_init(payload.release(), nbytes));
     if (nbytes > kEagerBytes) return std::make_unique<Sent>(comm);
