@@ -112,10 +112,11 @@ def _trial(model: Any, batch: Any) -> Trial:
 
         return call
 
-    with part_losses.computing("metric", trial), part_losses.computing("loss", trial):
-        if getattr(model, "_compile_metrics", None) is not None:
+    if getattr(model, "_compile_metrics", None) is not None:
+        with part_losses.computing("metric", trial):
             trace(without_values(model.compute_metrics), x, y, outputs, sample_weight=weight)
-        if getattr(model, "_compile_loss", None) is not None:
+    if getattr(model, "_compile_loss", None) is not None:
+        with part_losses.computing("loss", trial):
             trace(without_values(model.compute_loss), x=x, y=y, y_pred=outputs, sample_weight=weight)
     return trial
 

@@ -78,10 +78,11 @@ def assert_trains(network, loss, metrics=None, weighs=False):
         y = [np.eye(3, dtype="float32")[random.integers(0, 3, (6, *out.shape[1:-1]))] for out in model.outputs]
         y = y if len(y) > 1 else y[0]
         weight = random.random(6).astype("float32") if weighs else None
-        first = model.predict(x, verbose=0) if keras.backend.backend() != "jax" else None  # which would compile it
+        # On JAX a program more would be compiled for the first one.
+        outputs = [model.predict(x, verbose=0)] if keras.backend.backend() != "jax" else []
         history = model.fit(x, y, sample_weight=weight, batch_size=4, epochs=2, shuffle=False, verbose=0).history
         scores = model.evaluate(x, y, sample_weight=weight, batch_size=4, verbose=0)
-        return {"history": history, "scores": scores, "outputs": [first, model.predict(x, verbose=0)]}, model
+        return {"history": history, "scores": scores, "outputs": [*outputs, model.predict(x, verbose=0)]}, model
 
     assert_like_one_rank(train, of_weights=1e-5, of_results=1e-5)
 
