@@ -66,6 +66,7 @@ class Guide(keras.Model):
             return self.logs(x, y, predicted, loss)
 
 
+@enough_on("torch")
 @pytest.mark.skipif(BACKEND == "jax", reason="its train_step hands states on")
 def test_logs_of_the_guides_are_nested():
     def make():
@@ -209,6 +210,7 @@ class Evaluating(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("callbacks", [[], [Evaluating()]], ids=["fit", "evaluating"])
+@enough_on("torch", "jax")
 def test_a_metric_of_several_values(callbacks):
     if callbacks and keras.backend.backend() == "jax" and hasattr(keras.Model, "_clear_jax_state_sharding"):
         pytest.skip("Keras before 3.12 cannot evaluate amid an epoch of fit on JAX")

@@ -82,6 +82,7 @@ def train_gan(models, whole):
         combined.train_on_batch(latent, np.ones((len(latent), 1), "float32"))
 
 
+@enough_on("torch", "tensorflow")
 def test_train_on_batch_with_frozen_model():
     def trained(whole):
         models = networks()
@@ -270,7 +271,7 @@ def attributes():
     return {key: value for key, value in found.items() if not str(key[-1]).startswith(("_abc", "__warningregistry"))}
 
 
-@enough_on("tensorflow", "torch")
+@enough_on("torch")
 def test_finalize_restores_keras():
     x, y = data()
     model = dense()

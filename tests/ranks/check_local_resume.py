@@ -12,7 +12,7 @@ from keras_cases import assert_identical, enough_on, everyone, job
 
 import keras_hpc
 
-RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
+RANKS = {"jax": (2,), "torch": (2,)}
 SOAK = {"tensorflow": (2, 3), "jax": (2, 3), "torch": (3,)}
 
 
@@ -23,9 +23,7 @@ def sgd():
 @pytest.mark.parametrize(
     ("arguments", "stop"),
     [
-        pytest.param(
-            {"every": 4, "outer": "nesterov", "cooldown_steps": 5}, 11, marks=enough_on("tensorflow", "torch")
-        ),
+        pytest.param({"every": 4, "outer": "nesterov", "cooldown_steps": 5}, 11, marks=enough_on("torch")),
         pytest.param({"every": 4, "overlap_steps": 3, "outer": "nesterov"}, 11, marks=enough_on("jax")),
         pytest.param({"every": "epoch"}, 7, marks=enough_on("torch")),
     ],

@@ -72,7 +72,7 @@ class OwnStep(keras.Model):
     [
         pytest.param(lambda y, p: ops.mean(ops.square(y - p)), id="mean"),
         pytest.param(keras.losses.MeanSquaredError(), id="keras mean", marks=enough_on("torch")),
-        pytest.param(keras.losses.MeanSquaredError(reduction="sum"), id="keras sum"),
+        pytest.param(keras.losses.MeanSquaredError(reduction="sum"), id="keras sum", marks=enough_on("torch", "jax")),
     ],
 )
 def test_a_step_of_ones_own(loss, caplog):
@@ -211,7 +211,7 @@ def test_a_step_that_asks_all_ranks_itself_is_exact():
 SEEDS = {"mean": 11, "sum": 7} if BACKEND == "torch" else {"mean": 51, "sum": 51}
 
 
-@pytest.mark.parametrize("kind", ["mean", *enough(["sum"], "tensorflow", "jax")])
+@pytest.mark.parametrize("kind", ["mean", *enough(["sum"], "jax")])
 def test_chance_does_not_decide_about_a_noisy_step(kind):
     """With these seeds the first 16 draws of the noise say the opposite on PyTorch and TensorFlow."""
     keras.utils.set_random_seed(SEEDS[kind])

@@ -187,7 +187,7 @@ def test_batches_of_a_data_set():
         shutil.rmtree(folder)
 
 
-@enough_on("tensorflow")
+@enough_on()
 def test_sparse_gradients_and_sums():
     """Rows of an embedding, a loss that is a sum, one that layers add, and a metric that merges itself."""
     tokens = np.random.default_rng(1).integers(0, 50, (53, 5)).astype("int32")

@@ -94,7 +94,10 @@ def _patch_everywhere(patcher: Any, replacements: Mapping[Any, Callable[[Any], A
     """
     makers = {id(function): make for function, make in replacements.items()}
     for module in list(sys.modules.values()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
+        names = dict(getattr(module, "__dict__", {}))
+        if makers.keys().isdisjoint(map(id, names.values())):  # as in nearly all of thousands: without a loop of Python
+            continue
+        for name, value in names.items():
             if id(value) in makers:
                 patcher.patch(module, name, makers[id(value)])
 
