@@ -34,7 +34,7 @@ LONG = [
     "tests/test_device_plan.py",
     "tests/test_device_errors.py",
     "tests/test_examples.py",
-    *(f"tests/test_ranks.py {job}" for job in ("jax-3", "tensorflow-3", "torch-3")),
+    *(f"tests/test_ranks.py {job}" for job in ("jax-3", "tensorflow-3", "torch-3", "torch-4")),
     "tests/cluster/test_slurm.py",
     "tests/cluster/test_mpich_network.py",
     "tests/cluster/test_mpis.py",

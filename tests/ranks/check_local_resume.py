@@ -12,7 +12,7 @@ from keras_cases import assert_identical, enough_on, everyone, job
 
 import keras_hpc
 
-RANKS = {"jax": (2,), "torch": (2,)}
+RANKS = {"torch": (2,)}
 SOAK = {"tensorflow": (2, 3), "jax": (2, 3), "torch": (3,)}
 
 

@@ -40,7 +40,7 @@ def trained(samples, model=keras.Model, middle=None, metrics=(), **options):
 
 
 @pytest.mark.parametrize(
-    "samples", [41, *enough([33], "torch", "jax")]
+    "samples", [41, *enough([33], "torch")]
 )  # of the last batch, of 16, ranks have 5 and 4, or 1 and none
 def test_a_step_that_gives_its_loss_to_a_mean_and_logs_it_as_it_is(samples):
     trained(samples, OwnStep)
@@ -93,7 +93,7 @@ class Counting(OwnStep):
         self.measures = [TotalOfMeans("means"), TotalOfSums("sums"), MeanOfSums("mean_of_sums")]
 
 
-@enough_on("torch", "tensorflow")
+@enough_on("torch")
 def test_numbers_that_a_step_gives_to_a_sum_or_a_mean():
     trained(41, Counting)
 

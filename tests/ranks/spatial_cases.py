@@ -12,7 +12,7 @@ from keras_hpc.spatial.geometry import Grid
 from keras_hpc.spatial.partition import plan_of
 
 # Of so many ranks; of 4, one group or two.
-GRIDS = {2: [(2, 1)], 3: [(3, 1)], 4: [(2, 2), (2, 1), *enough([(4, 1)])]}
+GRIDS = {2: [(2, 1)], 3: [(3, 1)], 4: [(2, 2), *enough([(2, 1), (4, 1)])]}
 
 
 def ranks():
