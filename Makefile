@@ -13,8 +13,7 @@ PYTEST_ARGS ?=
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Bytecode is left to the first import: most of what is installed is never imported.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NATIVE := $(shell find native -type f 2>/dev/null)
 CXX_SOURCES := $(shell find native examples/c benchmarks/gpu -name '*.c' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 

@@ -22,6 +22,7 @@ def test_one_task_per_node(slurm, check_report):
     check_report("report.json", nodes=4, per_node=1)
 
 
+@pytest.mark.soak
 def test_two_tasks_per_node(slurm, check_report):
     slurm(2, f"srun --mpi=pmi2 -N2 --ntasks-per-node=2 python {TRAIN} report.json")
     check_report("report.json", nodes=2, per_node=2)
