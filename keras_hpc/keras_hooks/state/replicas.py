@@ -225,9 +225,10 @@ def agree(model: Any, call: str) -> None:
     weights = [v for v in (*replicated_variables(model), *accumulators(model)) if id(v) not in own]
     state = current.job().known.model(model)
     mine = [xxhash.xxh3_128_hexdigest(digests(part).tobytes()) for part in (weights, statistics)]
-    everyone = team.allgather_object([*mine, state.has_loaded], f"Model.{call}()")
-    differ, statistics_differ, some_loaded = (len(set(theirs)) > 1 for theirs in zip(*everyone, strict=True))
-    if differ and not some_loaded and not state.told_apart and _has_trained(model):
+    everyone = team.allgather_object([*mine, state.has_loaded, _has_trained(model)], f"Model.{call}()")
+    weights_of, statistics_of, loaded, trained = zip(*everyone, strict=True)
+    differ, statistics_differ, some_loaded = (len(set(theirs)) > 1 for theirs in (weights_of, statistics_of, loaded))
+    if differ and not some_loaded and not state.told_apart and any(trained):  # alike on all ranks: `told_apart` decides
         state.told_apart = True
         if team.rank == 0:
             log.warning(

@@ -74,7 +74,7 @@ def _settings(layer: Any) -> str:
     """Return a digest of what a layer was made with; an empty text where it does not say."""
     try:
         return _digest(_plain(layer.get_config()))
-    except Exception:  # noqa: BLE001  whatever a layer of the user's own may raise
+    except Exception:  # noqa: BLE001  it cannot be saved either, which is not for this warning to say
         return ""
 
 
