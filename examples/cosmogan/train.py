@@ -158,18 +158,23 @@ def step(models, real, rng):
 
     The two kinds come in batches of their own, so that BatchNormalization shows the discriminator how much the maps of
     a batch differ, and in one update. Both are turned at random, so that it cannot know generated ones by a place.
+    What is drawn is drawn for the batch of all ranks, so that any number of ranks trains alike.
 
     Args:
         models: of `compiled`.
-        real: maps of this rank, as networks see them.
-        rng: another one on every rank.
+        real: maps of this rank, as networks see them; as many on every rank.
+        rng: the same on every rank.
 
     Returns:
         losses of this rank, of discriminator and generator.
     """
+    import keras_hpc
+
     make, judge, apart, both = models
-    noise, ones = rng.normal(size=(len(real), LATENT)).astype("float32"), np.ones((len(real), 1), "float32")
-    places, others = turns(len(real), maps.SIZE, rng), turns(len(real), maps.SIZE, rng)
+    count, ones = len(real) * keras_hpc.size(), np.ones((len(real), 1), "float32")
+    mine = slice(keras_hpc.rank() * len(real), (keras_hpc.rank() + 1) * len(real))
+    noise = rng.normal(size=(count, LATENT)).astype("float32")[mine]
+    places, others = (turns(count, maps.SIZE, rng)[mine] for _ in range(2))
     real = np.take_along_axis(real.reshape(len(real), -1), others, axis=1).reshape(real.shape)
     labels = (REAL, 0.0) if rng.random() >= FLIPPED else (1 - REAL, 1.0)
     for model in (apart, both):
@@ -236,7 +241,7 @@ def main(argv=None):
         batches = keras_hpc.shard(data)  # dealt to the ranks
         for model in models[2:]:  # the rate falls in the second half
             model.optimizer.learning_rate = args.learning_rate * min(1, 2 * (1 - epoch / args.epochs))
-        rng = np.random.default_rng([args.seed, rank, epoch])
+        rng = np.random.default_rng([args.seed, epoch])
         losses = np.mean([step(models, batches[number], rng) for number in range(len(batches))], axis=0)
         losses = keras_hpc.allreduce(losses)
         names = ("discriminator", "generator")
