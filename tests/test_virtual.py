@@ -5,7 +5,7 @@ import pytest
 from in_process import run
 
 from keras_hpc.job.team import Team
-from keras_hpc.job.virtual import TreeSum, Virtual, allreduce, whole_branches
+from keras_hpc.job.virtual import CHUNK, TreeSum, Virtual, allreduce, whole_branches
 
 LENGTH = 1003
 # 1 to 8 ranks, on a node and on several.
@@ -47,14 +47,40 @@ def test_any_number_of_ranks_gets_the_bits_of_the_tree(parts, length):
         virtual = Virtual(parts, rank, len(places))
         fold = TreeSum(parts)
         for number in virtual.mine:
-            mine = fold.empty(length, "float32")
-            mine[:] = part(number, length)
-            fold.add(number, number + 1, mine)
+            leaf = fold.begin(number, length, "float32")
+            leaf.write(0, part(number, length), 1.0)
+            fold.end(number, leaf)
         return allreduce(virtual, Team(0, native, range(len(places))), fold.sums)
 
     for places in PLACES:
         for rank, got in enumerate(run(places, work)):
             assert got.tobytes() == expected.tobytes(), f"{places}, rank {rank}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_part_is_written_onto_the_one_before_with_the_same_bits(dtype):
+    first, second = (np.clip(part(number, CHUNK + 7), -999, 999).astype(dtype) for number in range(2))
+    first[:3] = second[:3] = -0.0
+    fold = TreeSum(2)
+    for number, (values, weight) in enumerate([(first, 0.3), (second, 0.7)]):
+        leaf = fold.begin(number, len(values) + 2, "float32")
+        leaf.write(2, values, weight)
+        leaf.clear(0, 2)
+        fold.end(number, leaf)
+    ((_, _, found),) = fold.sums
+    products = [np.float32(w) * v.astype("float32") for w, v in ((0.3, first), (0.7, second))]
+    assert found.tobytes() == np.concatenate([np.zeros(2, "float32"), products[0] + products[1]]).tobytes()
+
+
+def test_zeros_are_added_as_if_they_were_an_array():
+    fold = TreeSum(2)
+    leaf = fold.begin(0, 1, "float32")
+    leaf.write(0, np.array([-0.0], "float32"), 1.0)
+    fold.end(0, leaf)
+    leaf = fold.begin(1, 1, "float32")
+    leaf.clear(0, 1)
+    fold.end(1, leaf)
+    assert fold.sums[0][2].tobytes() == np.zeros(1, "float32").tobytes()
 
 
 def test_the_order_matters_here():

@@ -20,6 +20,7 @@ import numpy as np
 from keras_hpc.job.plan import bytes_of
 
 ALIGNMENT = 64  # bytes
+CHUNK = 1 << 15  # elements that a cache holds
 
 Branch = tuple[int, int, np.ndarray]  # first part, behind the last one, and their sum
 
@@ -74,6 +75,47 @@ def aligned(size: int, dtype: Any) -> np.ndarray:
     return memory[start : start + size * dtype.itemsize].view(dtype)
 
 
+class Leaf:
+    """An array of one part, to be written once: into memory of its own, or at once onto that of the part before.
+
+    Both have the same bits. The second passes over memory once instead of three times.
+
+    Args:
+        array: one-dimensional.
+        adds: whether it holds what is to be added to.
+    """
+
+    def __init__(self, array: np.ndarray, *, adds: bool) -> None:
+        self.array, self.adds = array, adds
+
+    def write(self, start: int, values: np.ndarray, weight: float) -> None:
+        """Write `weight * values` from an element on.
+
+        Args:
+            start: the first element.
+            values: one-dimensional.
+            weight: rounded to the dtype of the array.
+        """
+        target = self.array[start : start + len(values)]
+        factor = target.dtype.type(weight)
+        if not self.adds:
+            np.multiply(values, factor, out=target, dtype=target.dtype)
+            return
+        product = np.empty(min(CHUNK, len(values)), target.dtype)
+        for begin in range(0, len(values), CHUNK):
+            some, into = values[begin : begin + CHUNK], target[begin : begin + CHUNK]
+            np.multiply(some, factor, out=product[: len(some)], dtype=target.dtype)
+            np.add(into, product[: len(some)], out=into)
+
+    def clear(self, start: int, end: int) -> None:
+        """Write zeros into `[start, end)`."""
+        target = self.array[start:end]
+        if self.adds:
+            np.add(target, 0, out=target)  # which makes 0 of -0, as an array of zeros does
+        else:
+            target[:] = 0
+
+
 class TreeSum:
     """Adds up arrays of parts, which come in the order of the parts.
 
@@ -86,9 +128,19 @@ class TreeSum:
         self.sums: list[Branch] = []
         self._free: list[np.ndarray] = []
 
-    def empty(self, size: int, dtype: Any) -> np.ndarray:
-        """Return memory for the next array: what earlier ones have left, if there is any."""
-        return self._free.pop() if self._free else aligned(size, dtype)
+    def begin(self, part: int, size: int, dtype: Any) -> Leaf:
+        """Return where to write a part's array, which comes next."""
+        if self.sums and (self.sums[-1][0], part + 1) in self._branches:  # beside one part: no array of its own
+            return Leaf(self.sums[-1][2], adds=True)
+        return Leaf(self._free.pop() if self._free else aligned(size, dtype), adds=False)
+
+    def end(self, part: int, leaf: Leaf) -> None:
+        """Take a part's array, which has been written."""
+        if leaf.adds:
+            first, _, array = self.sums.pop()
+            self.add(first, part + 1, array)
+        else:
+            self.add(part, part + 1, leaf.array)
 
     def add(self, first: int, end: int, array: np.ndarray) -> None:
         """Add an array, which is changed, of the parts `[first, end)`."""

@@ -239,17 +239,17 @@ class _Gradients:
         view = backends.current().view
         weight = count / self._total
         for dtype, fold in self._sums.items():
-            flat = fold.empty(self._sizes[dtype], dtype)
+            leaf = fold.begin(part, self._sizes[dtype], dtype)
             for index, start, end in self._places[dtype]:
-                flat[end : end + ALIGNMENT // flat.itemsize] = 0  # up to where the next one begins, or into it
+                leaf.clear(end, end + -end % (ALIGNMENT // leaf.array.itemsize))
                 if count == 0 or gradients[index] is None:
-                    flat[start:end] = 0
+                    leaf.clear(start, end)
                 else:
-                    array = view(gradients[index]).reshape(-1).astype(dtype, copy=False)
-                    np.multiply(array, np.dtype(dtype).type(weight), out=flat[start:end])
+                    leaf.write(start, view(gradients[index]).reshape(-1), weight)
             if dtype == "float32":
-                flat[-len(self._variables) :] = [count > 0 and gradient is not None for gradient in gradients]
-            fold.add(part, part + 1, flat)
+                there = np.array([count > 0 and gradient is not None for gradient in gradients], dtype)
+                leaf.write(self._sizes[dtype] - len(there), there, 1.0)
+            fold.end(part, leaf)
         for index, found in self._sparse.items():
             rows, values = view(gradients[index].indices), view(gradients[index].values)
             kept = len(rows) if count else 0
