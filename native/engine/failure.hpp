@@ -29,8 +29,10 @@ class Failure {
   Failure(const Topology& topology, Bell* bells, int kinds, double grace_seconds)
       : topology_(topology), bells_(bells), kinds_(kinds), grace_seconds_(grace_seconds) {}
 
-  // Where there are other nodes, they are told on this channel, and heard. Collective.
-  void listen(std::unique_ptr<Channel> channel) { news_ = std::make_unique<News>(std::move(channel), topology_); }
+  // Where there are other nodes, they are told on these, and heard. Collective.
+  void listen(std::unique_ptr<Channel> channel, std::unique_ptr<Datagrams> datagrams) {
+    news_ = std::make_unique<News>(std::move(channel), std::move(datagrams), topology_);
+  }
   void stop_listening() {
     if (news_) news_->stop();
   }

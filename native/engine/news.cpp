@@ -39,8 +39,8 @@ std::string News::Item::text(int rank) const {
          (culprit == rank ? "this rank." : name + ".");
 }
 
-News::News(std::unique_ptr<Channel> channel, const Topology& topology)
-    : topology_(topology), channel_(std::move(channel)) {
+News::News(std::unique_ptr<Channel> channel, std::unique_ptr<Datagrams> datagrams, const Topology& topology)
+    : topology_(topology), channel_(std::move(channel)), datagrams_(std::move(datagrams)) {
   for_nodes(topology, -1, [&](const std::vector<int>& node) {
     for (size_t local = 0; local < node.size(); ++local) {
       if (listener(topology.local_ranks(), local) != topology.rank) continue;
@@ -54,10 +54,23 @@ void News::tell(Item item) {
   const std::lock_guard lock(mutex_);
   if (channel_ == nullptr || has_told_) return;
   has_told_ = true;
+  listen();  // MPI may know more by now
   const auto message = std::make_shared<Item>(heard_.value_or(item));
+  if (datagrams_) {
+    for_nodes(topology_, 1, [&](const std::vector<int>& node) {
+      const int first = listener(node, at(topology_.local_rank));
+      // The culprit may be gone; if it is not, it shall know, too.
+      const int second = first == message->culprit ? listener(node, at(topology_.local_rank) + 1) : first;
+      datagrams_->send(first, message.get(), sizeof *message);
+      datagrams_->send(second, message.get(), sizeof *message);  // the same again, as one may get lost
+    });
+    if (message->why != Why::failed || channel_->has_failed()) return;
+  }
   Pending pending(message);
   for_nodes(topology_, 1, [&](const std::vector<int>& node) {
     const int peer = listener(node, at(topology_.local_rank));
+    // That a rank has ended is known on its own node only: another one knows that it was given up.
+    if (datagrams_ && peer == message->culprit) return;
     pending.add(channel_->send(message.get(), sizeof *message, peer, kTag), peer);
   });
   for (const auto begin = Clock::now(); !pending.test() && seconds_since(begin) < kSendSeconds;) yield();
@@ -65,9 +78,16 @@ void News::tell(Item item) {
 
 std::optional<News::Item> News::hear() {
   const std::lock_guard lock(mutex_);
+  listen();
+  return heard_;
+}
+
+void News::listen() {
+  Item item{};
+  // Those come first that say more than that MPI has lost somebody.
+  if (!heard_ && channel_ != nullptr && datagrams_ && datagrams_->receive(&item, sizeof item)) heard_ = item;
   for (Receive& receive : receives_)
     if (!heard_ && has_come(receive)) heard_ = *receive.item;
-  return heard_;
 }
 
 bool News::has_come(Receive& receive) const {

@@ -4,6 +4,9 @@
 // A rank that has failed sends one small message to a rank of each of the nodes that are 1, 2, 4, ... further on. Who
 // hears of it passes it on, and then fails, too: so all nodes know after few messages, however many there are, and each
 // rank has only few receives waiting. They wait on a channel of their own, and nothing is sent while all is well.
+//
+// A message of MPI to a process that has ended, or after any error of MPI, can crash the sender before its own error
+// was seen (MPICH over UCX, with TCP). So it goes by UDP, too, and then by nothing else.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -28,7 +31,7 @@ class News {
   };
 
   // Collective.
-  News(std::unique_ptr<Channel> channel, const Topology& topology);
+  News(std::unique_ptr<Channel> channel, std::unique_ptr<Datagrams> datagrams, const Topology& topology);
 
   // All of these from any thread.
   // Tells others, once: what was heard first, or else this.
@@ -46,10 +49,12 @@ class News {
     Pending pending{item};
   };
   bool has_come(Receive& receive) const;
+  void listen();
 
   const Topology& topology_;
   std::mutex mutex_;
   std::unique_ptr<Channel> channel_;
+  const std::unique_ptr<Datagrams> datagrams_;  // null: the channel is enough
   std::deque<Receive> receives_;
   std::optional<Item> heard_;
   bool has_told_ = false;

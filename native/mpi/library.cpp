@@ -12,6 +12,8 @@
 namespace keras_hpc::mpi {
 namespace {
 
+std::atomic<bool> failed{false};
+
 template <class Handle>
 Handle to_handle(intptr_t value) {
   if constexpr (sizeof(Handle) == sizeof(int))
@@ -63,6 +65,7 @@ struct Functions {
 
   void check(int code, const char* call) const {
     if (code == 0) return;  // MPI_SUCCESS is 0 in every ABI
+    failed = true;
     char text[2048] = {};
     int length = 0;
     Error_string(code, text, &length);
@@ -223,6 +226,10 @@ std::unique_ptr<Communicator> connect_as(void* module, intptr_t handle, const Co
 }
 
 }  // namespace
+
+bool has_failed() {
+  return failed;
+}
 
 std::unique_ptr<Communicator> connect(const std::string& module_path, int handle_size, intptr_t handle,
                                       const Constants& constants) {

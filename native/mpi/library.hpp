@@ -25,6 +25,9 @@ struct Constants {
   std::map<Op, intptr_t> ops;
 };
 
+// Whether a call has failed in this process. MPICH over UCX may crash in the next message then.
+bool has_failed();
+
 // A communicator, owned: freed with the object unless MPI has already been finalized.
 class Communicator {
  public:

@@ -81,6 +81,7 @@ class MpiChannel final : public Channel {
     return std::make_unique<InParts>(std::move(parts));
   }
   RequestPtr barrier() override { return comm_->barrier(); }
+  bool has_failed() const override { return mpi::has_failed(); }
   bool can_allreduce(DType dtype, Op op) const override { return comm_->can_allreduce(dtype, op); }
   void allreduce(void* data, size_t count, DType dtype, Op op) override {
     constexpr size_t part = size_t{1} << 28;
@@ -155,6 +156,17 @@ class MpiTransport final : public Transport {
   std::unique_ptr<Channel> open_library_channel() override {
     return std::make_unique<MpiChannel>(
         comm_->split(std::min(topology().local_rank, topology().owners), topology().node));
+  }
+
+  std::unique_ptr<Datagrams> open_datagrams(Channel& channel) override {
+    auto datagrams = std::make_unique<Datagrams>();
+    const Datagrams::Place& mine = datagrams->mine();
+    const auto ranks = static_cast<size_t>(topology().size);
+    const Numbers all = gather(channel, ranks, {mine.begin(), mine.end()}, time_limit());
+    std::vector<Datagrams::Place> places(ranks);
+    for (size_t r = 0; r < ranks; ++r) std::copy_n(&all[r * mine.size()], mine.size(), places[r].begin());
+    datagrams->set_places(std::move(places));
+    return datagrams;
   }
 
   std::unique_ptr<Segment> open_segment(Channel& channel, size_t engine_bytes, size_t bytes_of_rank) override {

@@ -9,6 +9,7 @@
 
 #include "common/dtype.hpp"
 #include "common/error.hpp"
+#include "transport/datagrams.hpp"
 #include "transport/segment.hpp"
 #include "transport/topology.hpp"
 
@@ -38,6 +39,8 @@ class Channel {
   virtual RequestPtr broadcast(void* data, size_t nbytes, int root) = 0;
   virtual RequestPtr allgather(const void* in, void* out, const std::vector<size_t>& nbytes_by_rank) = 0;
   virtual RequestPtr barrier() = 0;
+  // Something was lost here, or on another channel of the same network: nothing more should be sent.
+  virtual bool has_failed() const { return false; }
   // The MPI library's own allreduce, in place. `op` is not mean. Whoever has none cannot do it.
   virtual bool can_allreduce(DType, Op) const { return false; }
   virtual void allreduce(void*, size_t, DType, Op) { throw Error("This transport has no allreduce of its own."); }
@@ -59,6 +62,8 @@ class Transport {
   // Collective. One that only the owners of this rank's slice have, on which the MPI library reduces; none where there
   // is no library. Not to be used by a rank that owns no slice.
   virtual std::unique_ptr<Channel> open_library_channel() { return nullptr; }
+  // Collective. A way beside the channels; none where those do not fail.
+  virtual std::unique_ptr<Datagrams> open_datagrams(Channel&) { return nullptr; }
   // Collective: every rank of the team calls it; each node gets one segment that its ranks share. It begins with
   // `engine_bytes`, which forked children of a rank do not inherit; then each rank has `bytes_of_rank` of its own.
   virtual std::unique_ptr<Segment> open_segment(Channel& channel, size_t engine_bytes, size_t bytes_of_rank = 0) = 0;
