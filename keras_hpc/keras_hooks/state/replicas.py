@@ -29,7 +29,6 @@ from keras_hpc.keras_hooks.state.variables import (
     replicated_variables,
     seed_generators,
     sharded_slots,
-    trained_by,
     unique,
     waiting,
 )
