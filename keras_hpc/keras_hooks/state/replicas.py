@@ -29,7 +29,6 @@ from keras_hpc.keras_hooks.state.variables import (
     replicated_variables,
     seed_generators,
     sharded_slots,
-    trained_by,
     unique,
     waiting,
 )
@@ -225,17 +224,18 @@ def agree(model: Any, call: str) -> None:
     weights = [v for v in (*replicated_variables(model), *accumulators(model)) if id(v) not in own]
     state = current.job().known.model(model)
     mine = [xxhash.xxh3_128_hexdigest(digests(part).tobytes()) for part in (weights, statistics)]
-    everyone = team.allgather_object([*mine, state.has_loaded, _has_trained(model)], f"Model.{call}()")
-    weights_of, statistics_of, loaded, trained = zip(*everyone, strict=True)
+    everyone = team.allgather_object([*mine, state.has_loaded], f"Model.{call}()")
+    weights_of, statistics_of, loaded = zip(*everyone, strict=True)
     differ, statistics_differ, some_loaded = (len(set(theirs)) > 1 for theirs in (weights_of, statistics_of, loaded))
-    if differ and not some_loaded and not state.told_apart and any(trained):  # alike on all ranks: `told_apart` decides
+    if differ and not some_loaded and not state.told_apart:
+        # Nobody knows who has set them: a loop without an optimizer of Keras, as with optax, trains unseen.
         state.told_apart = True
         if team.rank == 0:
             log.warning(
                 f"model `{model.name}`: weights differ between ranks before Model.{call}(), and become those of rank "
                 "0. That is right where rank 0 alone has set them. If training has moved them apart, the ranks have "
-                "trained different networks: what a loop does by its loss or its data, as a learning rate, must come "
-                "out alike on all ranks (keras_hpc.allreduce)"
+                "trained different networks: what a loop does by its loss or its data, as a learning rate, or a "
+                "gradient that it applies itself or by optax, must come out alike on all ranks (keras_hpc.allreduce)"
             )
     if differ or (statistics_differ and some_loaded):
         synchronize(model)
@@ -243,14 +243,6 @@ def agree(model: Any, call: str) -> None:
         average(team, statistics)
         derive(model)
     state.synchronized, state.has_loaded = len(replicated_variables(model)), False
-
-
-def _has_trained(model: Any) -> bool:
-    """Return whether ranks have trained a model together, in `fit` or in a loop of the user's own."""
-    known = current.job().known
-    own = set(map(id, model.trainable_variables))
-    trained = [trained_by(o) for o, state in known.optimizers() if state.synchronized and hasattr(o, "apply_gradients")]
-    return was_synchronized(model) or any(not own.isdisjoint(map(id, variables)) for variables in trained)
 
 
 def compare(team: Any, variables: Sequence[Any], values: Sequence[Any], when: str = "") -> None:
