@@ -10,6 +10,8 @@ LINTERS := ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
 DOCS := sphinx==9.0.4 myst-nb==1.4.0 furo==2025.12.19
 WHEELS := build==1.6.1 auditwheel==6.8.2 wheel==0.48.0
 PYTEST_ARGS ?=
+# Containers may set it. Then each of the processes that tests start, more than a thousand, would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV ?= .venv
 BIN := $(VENV)/bin

@@ -19,6 +19,14 @@ os.dup2(log, 2)
 os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
 options = ["-p", "pytest_timeout", f"--timeout={seconds}"]
 options += ["-x", "-v", "--durations=0", "--durations-min=0.3", "-p", "no:cacheprovider", "--tb=short"]
+if os.environ["KERAS_BACKEND"] == "jax":
+    import jax
+
+    # init() makes it forget what it has compiled: half of the time of these tests would be compiling the same again. A
+    # rank has a folder of its own, as JAX also reads what another one has not yet written whole.
+    jax.config.update("jax_compilation_cache_dir", f"{folder}/compiled{rank}")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 if os.environ.get("TESTS_FAKE_GPU"):
     sys.path.append(str(Path(__file__).parent))
     options += ["-p", "fake_gpu"]
