@@ -43,6 +43,7 @@ void Failure::tell(int messenger, int culprit) const {
 void Failure::leave() {
   write(Fate::left, topology_.rank);
   ring();
+  if (news_) news_->leave();
 }
 
 void Failure::close() {
