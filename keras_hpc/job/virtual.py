@@ -130,7 +130,7 @@ class TreeSum:
 
     def begin(self, part: int, size: int, dtype: Any) -> Leaf:
         """Return where to write a part's array, which comes next."""
-        if self.sums and (self.sums[-1][0], part + 1) in self._branches:  # beside one part: no array of its own
+        if self.sums and (self.sums[-1][0], part + 1) in self._branches:  # a branch with the sum before: onto that
             return Leaf(self.sums[-1][2], adds=True)
         return Leaf(self._free.pop() if self._free else aligned(size, dtype), adds=False)
 
