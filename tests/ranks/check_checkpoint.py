@@ -36,7 +36,6 @@ SOAK = {"tensorflow": (2,), "jax": (2,)}  # for what is enough on one of them
 VALIDATION = (X[:40], Y[:40])
 
 
-@enough_on("jax", "torch")
 def test_arrays_with_validation_and_plateau(folder):
     def callbacks():
         plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", min_delta=1.0, patience=1)
