@@ -6,13 +6,16 @@
 #include <net/if.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <mutex>
 #include <random>
+#include <set>
 
 namespace keras_hpc {
 namespace {
@@ -35,8 +38,40 @@ std::vector<uint32_t> addresses() {
   return others.empty() ? loopback : others;
 }
 
+// Those of all links. A child that a rank forks, as one that reads data, would keep them open when the rank has ended.
+struct Sockets {
+  std::mutex mutex;
+  std::set<int> open;
+};
+Sockets& sockets() {
+  static auto* all = [] {
+    pthread_atfork([] { sockets().mutex.lock(); }, [] { sockets().mutex.unlock(); },
+                   [] {
+                     for (const int one : sockets().open) close(one);
+                     sockets().open.clear();
+                     sockets().mutex.unlock();
+                   });
+    return new Sockets;  // for as long as there may be forks
+  }();
+  return *all;
+}
+
+template <class Open>
+int opened(Open&& open) {
+  const std::lock_guard lock(sockets().mutex);
+  const int one = open();
+  if (one >= 0) sockets().open.insert(one);
+  return one;
+}
+
 int open_socket() {
-  return socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  return opened([] { return socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); });
+}
+
+// Nothing in a forked child, where the number may be another file's.
+void close_socket(int one) {
+  const std::lock_guard lock(sockets().mutex);
+  if (sockets().open.erase(one) > 0) close(one);
 }
 
 }  // namespace
@@ -60,7 +95,7 @@ Links::Links() {
 Links::~Links() {
   leave();
   for (Link& link : links_) drop(link);
-  if (listens_ >= 0) close(listens_);
+  close_socket(listens_);
 }
 
 void Links::connect(int rank, const std::vector<int>& peers, const std::vector<Place>& places) {
@@ -90,7 +125,7 @@ void Links::connect(Link& link) const {
 }
 
 void Links::drop(Link& link) const {
-  if (link.socket >= 0) close(link.socket);
+  close_socket(link.socket);
   link.socket = -1;
   link.count = 0;
   link.is_made = false;
@@ -98,7 +133,7 @@ void Links::drop(Link& link) const {
 
 void Links::accept_others() {
   for (;;) {
-    const int one = listens_ < 0 ? -1 : accept4(listens_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    const int one = opened([this] { return accept4(listens_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK); });
     if (one < 0) return;
     Link& link = links_.emplace_back();
     link.accepts = true;
