@@ -67,6 +67,19 @@ def test_a_process_that_has_died_is_known_on_other_nodes(what, victim):
 
 
 @pytest.mark.parametrize(
+    "what", ["plan", *(pytest.param(what, marks=pytest.mark.soak) for what in ("call", "broadcast", "idle"))]
+)
+def test_a_process_that_was_alone_on_its_node_is_known(what):
+    """Nobody is left to tell of it: its connections end."""
+    command = [*SURVIVOR, sys.executable, str(SCRIPT), "killed", what, "1"]
+    env = child_environment("jax", lean=True) | {"MPIR_CVAR_NUM_CLIQUES": "3", "UCX_TLS": "tcp,self"}
+    done = launch(3, command, timeout=60, env=env)
+    told = re.findall(r"^rank (\d): after ([\d.]+) s: .*rank 2\b", done.output, re.MULTILINE)
+    assert sorted(rank for rank, _ in told) == ["0", "1"], done.output
+    assert all(float(seconds) < 5 for _, seconds in told), done.output
+
+
+@pytest.mark.parametrize(
     ("what", "threads", "victim"),
     [
         ("plan", 1, 2),

@@ -43,6 +43,7 @@ void Failure::tell(int messenger, int culprit) const {
 void Failure::leave() {
   write(Fate::left, topology_.rank);
   ring();
+  if (news_) news_->leave();
 }
 
 void Failure::close() {
@@ -172,7 +173,7 @@ double Lookout::hearing_seconds(const Awaited& awaited) const {
   if (failure_->news_ == nullptr || topology.size == topology.node_count) return 0;  // or nobody knows
   for (const int rank : awaited.missing())
     if (rank != topology.rank && failure_->bell_of(rank) != nullptr) return 0;  // this rank knows, too
-  double hops = 1;
+  double hops = 2;  // who hears of it tells its own node at its next look
   for (int nodes = 1; nodes < topology.node_count; nodes *= 2) ++hops;
   return hops * slice_seconds;
 }

@@ -30,8 +30,8 @@ class Failure {
       : topology_(topology), bells_(bells), kinds_(kinds), grace_seconds_(grace_seconds) {}
 
   // Where there are other nodes, they are told on these, and heard. Collective.
-  void listen(std::unique_ptr<Channel> channel, std::unique_ptr<Datagrams> datagrams) {
-    news_ = std::make_unique<News>(std::move(channel), std::move(datagrams), topology_);
+  void listen(std::unique_ptr<Channel> channel, std::unique_ptr<Links> links) {
+    news_ = std::make_unique<News>(std::move(channel), std::move(links), topology_);
   }
   void stop_listening() {
     if (news_) news_->stop();

@@ -13,6 +13,9 @@ namespace {
 constexpr int kTag = 1;
 // A small message has left by then, also over a connection that is made for it.
 constexpr double kSendSeconds = 0.02;
+constexpr double kMakeSeconds = 0.5;
+// A process that ends without leave may have done all its work, as others are about to.
+constexpr double kGraceSeconds = 1;
 
 // The rank of a node that a rank of another one tells.
 int listener(const std::vector<int>& node, size_t local_rank) {
@@ -39,8 +42,15 @@ std::string News::Item::text(int rank) const {
          (culprit == rank ? "this rank." : name + ".");
 }
 
-News::News(std::unique_ptr<Channel> channel, std::unique_ptr<Datagrams> datagrams, const Topology& topology)
-    : topology_(topology), channel_(std::move(channel)), datagrams_(std::move(datagrams)) {
+std::vector<int> News::told_by(const Topology& topology) {
+  std::vector<int> ranks;
+  for_nodes(topology, 1,
+            [&](const std::vector<int>& node) { ranks.push_back(listener(node, at(topology.local_rank))); });
+  return ranks;
+}
+
+News::News(std::unique_ptr<Channel> channel, std::unique_ptr<Links> links, const Topology& topology)
+    : topology_(topology), channel_(std::move(channel)), links_(std::move(links)) {
   for_nodes(topology, -1, [&](const std::vector<int>& node) {
     for (size_t local = 0; local < node.size(); ++local) {
       if (listener(topology.local_ranks(), local) != topology.rank) continue;
@@ -48,31 +58,29 @@ News::News(std::unique_ptr<Channel> channel, std::unique_ptr<Datagrams> datagram
       receive.pending.add(channel_->receive(receive.item.get(), sizeof(Item), receive.rank, kTag), receive.rank);
     }
   });
+  // All ranks are here, so this takes a moment. What cannot be made at once may be later, or never.
+  const size_t all = told_by(topology).size() + receives_.size();
+  for (const auto begin = Clock::now(); links_ && links_->count() < all && seconds_since(begin) < kMakeSeconds; yield())
+    links_->look();
 }
 
 void News::tell(Item item) {
   const std::lock_guard lock(mutex_);
   if (channel_ == nullptr || has_told_) return;
   has_told_ = true;
-  listen();  // MPI may know more by now
+  listen();  // others may know more by now
   const auto message = std::make_shared<Item>(heard_.value_or(item));
-  if (datagrams_) {
-    for_nodes(topology_, 1, [&](const std::vector<int>& node) {
-      const int first = listener(node, at(topology_.local_rank));
-      // The culprit may be gone; if it is not, it shall know, too.
-      const int second = first == message->culprit ? listener(node, at(topology_.local_rank) + 1) : first;
-      datagrams_->send(first, message.get(), sizeof *message);
-      datagrams_->send(second, message.get(), sizeof *message);  // the same again, as one may get lost
-    });
+  const std::vector<int> peers = told_by(topology_);
+  if (links_) {
+    for (const int peer : peers) links_->send(peer, message.get(), sizeof *message);
     if (message->why != Why::failed || channel_->has_failed()) return;
   }
   Pending pending(message);
-  for_nodes(topology_, 1, [&](const std::vector<int>& node) {
-    const int peer = listener(node, at(topology_.local_rank));
+  for (const int peer : peers) {
     // That a rank has ended is known on its own node only: another one knows that it was given up.
-    if (datagrams_ && peer == message->culprit) return;
+    if (links_ && peer == message->culprit) continue;
     pending.add(channel_->send(message.get(), sizeof *message, peer, kTag), peer);
-  });
+  }
   for (const auto begin = Clock::now(); !pending.test() && seconds_since(begin) < kSendSeconds;) yield();
 }
 
@@ -83,9 +91,16 @@ std::optional<News::Item> News::hear() {
 }
 
 void News::listen() {
-  Item item{};
-  // Those come first that say more than that MPI has lost somebody.
-  if (!heard_ && channel_ != nullptr && datagrams_ && datagrams_->receive(&item, sizeof item)) heard_ = item;
+  if (heard_ || channel_ == nullptr) return;
+  if (links_) {
+    links_->look();
+    Item item{};
+    // Those come first that say more than that MPI has lost somebody.
+    if (links_->receive(&item, sizeof item)) heard_ = item;
+    const std::optional<int> lost = links_->lost();
+    if (lost) lost_at_ = std::min(lost_at_, Clock::now());
+    if (!heard_ && lost && seconds_since(lost_at_) > kGraceSeconds) heard_ = {topology_.rank, *lost, Why::ended};
+  }
   for (Receive& receive : receives_)
     if (!heard_ && has_come(receive)) heard_ = *receive.item;
 }
@@ -99,8 +114,14 @@ bool News::has_come(Receive& receive) const {
   }
 }
 
+void News::leave() {
+  const std::lock_guard lock(mutex_);
+  if (links_) links_->leave();
+}
+
 void News::stop() {
   const std::lock_guard lock(mutex_);
+  links_.reset();
   for (Receive& receive : receives_) receive.pending.cancel();
   receives_.clear();
   channel_.reset();

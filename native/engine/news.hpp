@@ -6,7 +6,8 @@
 // rank has only few receives waiting. They wait on a channel of their own, and nothing is sent while all is well.
 //
 // A message of MPI to a process that has ended, or after any error of MPI, can crash the sender before its own error
-// was seen (MPICH over UCX, with TCP). So it goes by UDP, too, and then by nothing else.
+// was seen (MPICH over UCX, with TCP). So there are connections of TCP, too, between the same ranks, and then nothing
+// goes by MPI. They also end when a process does: whoever is alone on its node has no neighbour to tell of it.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -30,14 +31,19 @@ class News {
     std::string text(int rank) const;  // for this rank
   };
 
-  // Collective.
-  News(std::unique_ptr<Channel> channel, std::unique_ptr<Datagrams> datagrams, const Topology& topology);
+  // The ranks that a rank tells.
+  static std::vector<int> told_by(const Topology& topology);
+
+  // Collective. `links`: to those, or null.
+  News(std::unique_ptr<Channel> channel, std::unique_ptr<Links> links, const Topology& topology);
 
   // All of these from any thread.
   // Tells others, once: what was heard first, or else this.
   void tell(Item item);
   // What another node has told, once it has.
   std::optional<Item> hear();
+  // This rank has no more work: that its process ends is no news.
+  void leave();
   // Nothing is heard from now on.
   void stop();
 
@@ -54,9 +60,10 @@ class News {
   const Topology& topology_;
   std::mutex mutex_;
   std::unique_ptr<Channel> channel_;
-  const std::unique_ptr<Datagrams> datagrams_;  // null: the channel is enough
+  std::unique_ptr<Links> links_;  // null: the channel is enough
   std::deque<Receive> receives_;
   std::optional<Item> heard_;
+  Clock::time_point lost_at_ = Clock::time_point::max();
   bool has_told_ = false;
 };
 

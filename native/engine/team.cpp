@@ -65,7 +65,8 @@ Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& 
     lanes_.back()->channel = transport_->open_channel();
     context_.active_plans.push_back(&lanes_.back()->plans);
   }
-  if (topology().node_count > 1) failure_->listen(transport_->open_channel(), transport_->open_datagrams(*control_));
+  if (topology().node_count > 1)
+    failure_->listen(transport_->open_channel(), transport_->open_links(*control_, News::told_by(topology())));
   allreduce_ = std::make_unique<AllreduceCall>(context_, *transport_, *control_);
   if (topology().size == 1) options_.threads = 0;  // nothing to communicate
   try {

@@ -158,15 +158,15 @@ class MpiTransport final : public Transport {
         comm_->split(std::min(topology().local_rank, topology().owners), topology().node));
   }
 
-  std::unique_ptr<Datagrams> open_datagrams(Channel& channel) override {
-    auto datagrams = std::make_unique<Datagrams>();
-    const Datagrams::Place& mine = datagrams->mine();
+  std::unique_ptr<Links> open_links(Channel& channel, const std::vector<int>& peers) override {
+    auto links = std::make_unique<Links>();
+    const Links::Place& mine = links->mine();
     const auto ranks = static_cast<size_t>(topology().size);
     const Numbers all = gather(channel, ranks, {mine.begin(), mine.end()}, time_limit());
-    std::vector<Datagrams::Place> places(ranks);
+    std::vector<Links::Place> places(ranks);
     for (size_t r = 0; r < ranks; ++r) std::copy_n(&all[r * mine.size()], mine.size(), places[r].begin());
-    datagrams->set_places(std::move(places));
-    return datagrams;
+    links->connect(topology().rank, peers, places);
+    return links;
   }
 
   std::unique_ptr<Segment> open_segment(Channel& channel, size_t engine_bytes, size_t bytes_of_rank) override {

@@ -9,7 +9,7 @@
 
 #include "common/dtype.hpp"
 #include "common/error.hpp"
-#include "transport/datagrams.hpp"
+#include "transport/links.hpp"
 #include "transport/segment.hpp"
 #include "transport/topology.hpp"
 
@@ -62,8 +62,8 @@ class Transport {
   // Collective. One that only the owners of this rank's slice have, on which the MPI library reduces; none where there
   // is no library. Not to be used by a rank that owns no slice.
   virtual std::unique_ptr<Channel> open_library_channel() { return nullptr; }
-  // Collective. A way beside the channels; none where those do not fail.
-  virtual std::unique_ptr<Datagrams> open_datagrams(Channel&) { return nullptr; }
+  // Collective. Ways to these ranks beside the channels; none where those do not fail.
+  virtual std::unique_ptr<Links> open_links(Channel&, const std::vector<int>& /* peers */) { return nullptr; }
   // Collective: every rank of the team calls it; each node gets one segment that its ranks share. It begins with
   // `engine_bytes`, which forked children of a rank do not inherit; then each rank has `bytes_of_rank` of its own.
   virtual std::unique_ptr<Segment> open_segment(Channel& channel, size_t engine_bytes, size_t bytes_of_rank = 0) = 0;

@@ -74,8 +74,13 @@ def gone(what, threads, victim=size - 1, late=False):
     plan.start(0, x)
     plan.wait(0)
     comm.Barrier()
-    if rank == victim:
-        time.sleep(4.5) if late else os.kill(os.getpid(), signal.SIGKILL)
+    if rank == victim and late:
+        time.sleep(4.5)
+    elif rank == victim:
+        if os.fork() == 0:  # as a process that reads data, which ends later
+            time.sleep(5)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     try:
         if what == "plan":
