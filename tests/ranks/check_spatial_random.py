@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random models in parts train, evaluate and predict as one rank does. `TESTS_SEEDS=100:200` says which.
 
-Most compute with 64 bits, where a difference is an error and not rounding (but of BatchNormalization, losses and
-metrics, which have 32 bits in Keras). Those with 32 or 16 bits may differ by 1e-5 of the largest number, or by what
-rounding alone makes: the difference of one rank from one rank with 64 bits. Where one rank fails, the seed is skipped.
+Most compute with 64 bits, where a difference is an error and not rounding (but of losses and metrics, which have 32
+bits in Keras, as BatchNormalization has, too, unless it is told otherwise here). Those with 32 or 16 bits may differ by
+1e-5 of the largest number, or by what rounding alone makes: the difference of one rank from one rank with 64 bits.
+Where one rank fails, the seed is skipped.
 """
 
 import os
@@ -29,8 +30,15 @@ FIRST, END = map(int, SEEDS.split(":"))
 
 
 @pytest.fixture(autouse=True)
-def _wide():
-    """JAX has no 64 bits unless it is told so; other files share this process."""
+def _wide(monkeypatch):
+    """JAX and BatchNormalization have no 64 bits unless they are told so; other files share this process."""
+    narrow = keras.backend.result_type
+
+    def wide(*dtypes):
+        return "float64" if "float64" in dtypes else narrow(*dtypes)
+
+    monkeypatch.setattr(keras.src.backend, "result_type", wide)
+    monkeypatch.setattr(keras.backend, "result_type", wide)
     if keras.backend.backend() != "jax":
         yield
         return
