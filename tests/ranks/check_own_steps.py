@@ -87,6 +87,21 @@ def test_a_step_of_ones_own(loss, caplog):
     keras_hpc.check_replicas(model)
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow counts traces")
+def test_trials_are_not_said_to_be_traced_too_often(monkeypatch):
+    from tensorflow.python.eager.polymorphic_function import polymorphic_function
+
+    said = []
+    fresh = polymorphic_function._FrequentTracingDetectorManager()
+    monkeypatch.setattr(polymorphic_function, "_frequent_tracing_detector_manager", fresh)
+    monkeypatch.setattr(polymorphic_function.logging, "warning", lambda *text: said.append(text))
+    for _ in range(2):
+        model = OwnStep(lambda y, p: ops.mean(ops.square(y - p)))
+        model.compile("sgd")
+        model.fit(X[:BATCH], Y[:BATCH], batch_size=BATCH, verbose=0)
+    assert not said
+
+
 class Counting(OwnStep):
     """Counts its steps in what is no variable of Keras."""
 

@@ -13,6 +13,7 @@ clips their mean (see clipping.py).
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -251,7 +252,8 @@ class _Tries:
         if keras.backend.backend() == "tensorflow" and not model.run_eagerly:
             import tensorflow as tf
 
-            self.program = tf.function(self._run)
+            # A partial of its own: TensorFlow counts traces by code, and would tell users that theirs are too many.
+            self.program = tf.function(functools.partial(self._run))
         elif keras.backend.backend() == "jax":
             import jax
 
