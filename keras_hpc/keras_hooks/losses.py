@@ -250,9 +250,17 @@ def _scaling_vectors(original: Any) -> Any:
         if not axes or not exchanges(step) or not all(map(_is_variable, keras.tree.flatten(sources))):
             return found
         share = _share(step, 1.0)
-        return keras.tree.map_structure(lambda g: None if g is None else g * keras.ops.cast(share, g.dtype), found)
+        return keras.tree.map_structure(lambda g: None if g is None else _scaled(g, share), found)
 
     return gradient
+
+
+def _scaled(gradient: Any, share: Any) -> Any:
+    """Return a gradient times a number. One of rows stays one: optimizers do something else with a dense one."""
+    share = keras.ops.cast(share, gradient.dtype)
+    if not hasattr(gradient, "indices"):
+        return gradient * share
+    return type(gradient)(gradient.values * share, gradient.indices, gradient.dense_shape)
 
 
 def _is_variable(source: Any) -> bool:
