@@ -224,6 +224,19 @@ def test_a_step_of_words_that_divides_by_its_mask_is_refused():
         model.fit(x, x, batch_size=BATCH, verbose=0)
 
 
+class Unweighted(OwnStep):
+    def train_step(self, *given):
+        return super().train_step(*given[:-1], given[-1][:2])
+
+
+@enough_on("torch")
+def test_a_sum_in_a_step_that_gets_weights_of_samples_is_refused():
+    model = Unweighted(lambda y, p: ops.sum(ops.square(y - p)))
+    model.compile("sgd")
+    with pytest.raises(ValueError, match="a sum over samples") if job().size > 1 else nullcontext():
+        model.fit(X, Y, batch_size=BATCH, verbose=0, sample_weight=np.ones(len(X), "float32"))
+
+
 @enough_on("torch")
 def test_a_step_that_asks_all_ranks_itself_is_exact():
     def rmse_of_all(y, p):
