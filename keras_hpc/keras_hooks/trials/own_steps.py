@@ -222,7 +222,8 @@ def _adds_up(model: Any, rank: _Tries, alone: _Tries, samples: Any, batch: Any) 
     others = made_up.batch(batch, _OTHERS)
     others = keras.tree.map_structure(lambda x, y: None if x is None else other(x, y), samples, others)
     if isinstance(others, (list, tuple)) and len(others) == 3:
-        others = type(others)([*others[:2], samples[2]])  # weights of samples
+        same: Any = type(others)  # PyTorch's trees tell lists from tuples
+        others = same([*others[:2], samples[2]])  # weights of samples
     halves = [rank.projections(part) for part in (samples, others)]
     whole = alone.projections(_joined(samples, others))
     limits = made_up.tolerance_of(layer.compute_dtype for layer in model._flatten_layers()) * np.abs(
