@@ -179,6 +179,8 @@ def _check_ratio(what: str, ratio: Any) -> None:
 def find_sums(model: Any, adapter: Any) -> None:
     """Find out which of the numbers that layers give to `add_loss` are sums over samples. Without communication.
 
+    Keras takes those of an `activity_regularizer`, divided by the number of samples, in the same way.
+
     Args:
         model: a model that is built.
         adapter: of its data.
@@ -188,7 +190,7 @@ def find_sums(model: Any, adapter: Any) -> None:
     """
     state = current.job().known.model(model)
     state.added_sums = set()
-    if not any("add_loss" in keras_private.names_in_own(type(layer)) for layer in model._flatten_layers()):
+    if not any(map(_adds_own_loss, model._flatten_layers())):
         return
     rows = adapter.rows(_ASKED_ROWS) if hasattr(adapter, "rows") else None
     if rows is None:
@@ -209,7 +211,7 @@ def find_sums(model: Any, adapter: Any) -> None:
     batches = [rows, keras.tree.map_structure(lambda a: np.concatenate([a, a]), rows)]
     batches += [keras.tree.map_structure(lambda a: a[part], rows) for part in parts]  # noqa: B023
     dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
-    what = f"What a layer of model `{model.name}` gives to add_loss()"
+    what = f"What a layer of model `{model.name}`, or its activity_regularizer, gives to add_loss()"
     for number, losses in enumerate(zip(*(_added(model, x) for x in batches), strict=True)):
         if len(losses[0].shape) > 0:
             continue
@@ -228,6 +230,13 @@ def find_sums(model: Any, adapter: Any) -> None:
                     raise ValueError(refused)
         if ratio > 1.5:
             state.added_sums.add(number)
+
+
+def _adds_own_loss(layer: Any) -> bool:
+    """Return whether a layer adds a loss of which one cannot know that it is a mean over samples."""
+    regularizer = getattr(layer, "activity_regularizer", None)
+    is_own = regularizer is not None and not type(regularizer).__module__.startswith("keras.")
+    return is_own or "add_loss" in keras_private.names_in_own(type(layer))
 
 
 def _added(model: Any, x: Any) -> list[Any]:
@@ -250,9 +259,17 @@ def _scaling_vectors(original: Any) -> Any:
         if not axes or not exchanges(step) or not all(map(_is_variable, keras.tree.flatten(sources))):
             return found
         share = _share(step, 1.0)
-        return keras.tree.map_structure(lambda g: None if g is None else g * keras.ops.cast(share, g.dtype), found)
+        return keras.tree.map_structure(lambda g: None if g is None else _scaled(g, share), found)
 
     return gradient
+
+
+def _scaled(gradient: Any, share: Any) -> Any:
+    """Return a gradient times a number. One of rows stays one: optimizers do something else with a dense one."""
+    share = keras.ops.cast(share, gradient.dtype)
+    if not hasattr(gradient, "indices"):
+        return gradient * share
+    return type(gradient)(gradient.values * share, gradient.indices, gradient.dense_shape)
 
 
 def _is_variable(source: Any) -> bool:

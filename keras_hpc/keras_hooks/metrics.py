@@ -91,16 +91,23 @@ def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> An
     flat = _flat(given)
     scalars = {name: float(number) for name, value in flat.items() if np.ndim(number := _number(value)) == 0}
     local = _flat(model.get_metrics_result())
-    # A custom step may log a metric under its name, beside other values. On every rank it must be the same metric.
+    # A custom step may log a metric, under its name or another, beside other values: on every rank the same metric.
     virtual = current.job().virtual is not None  # whose logs are those of a part that had samples
-    is_metric = [name in local and (virtual or _same(scalars[name], local[name])) for name in scalars]
+    names = {name: [name] * (name in local) if virtual else _named_first(name, local) for name in scalars}
     samples = _samples(model)
     weighted = [value * samples if samples else 0.0 for value in scalars.values()]
-    votes = [float(yes or not samples) for yes in is_metric]  # what zeros gave a rank without samples is no metric
+    # What zeros gave a rank without samples is no metric.
+    votes = [
+        float(virtual or not samples or _same(value, local[metric]))
+        for name, value in scalars.items()
+        for metric in names[name]
+    ]
     total, *sums = reduce_metrics(model, team, [samples, *weighted, *votes])
     averages, votes = [value / total if total else value for value in sums[: len(scalars)]], sums[len(scalars) :]
-    if virtual and not all(is_metric):
-        others = [name for name, yes in zip(scalars, is_metric, strict=True) if not yes]
+    agreed = iter([count == team.size for count in votes])
+    metric_of = {name: [metric for metric in names[name] if next(agreed)] for name in scalars}
+    others = [name for name in scalars if not metric_of[name]]
+    if virtual and others:
         raise ValueError(
             "With init(virtual_ranks=) logs are those of metrics, which parts can merge. Received: values that are no "
             f"metrics, {', '.join(others)}"
@@ -112,9 +119,15 @@ def reduce_logs(model: Any, logs: Any, result_or_logs: Callable[..., Any]) -> An
     if result.keys() == final.keys():
         result = {name: final[name] for name in result}  # Keras knows none of a metric that gives several values
     else:
-        for name, average, count in zip(scalars, averages, votes, strict=True):
-            result[name] = final[name] if count == team.size else float(average)
+        for name, average in zip(scalars, averages, strict=True):
+            result[name] = final[metric_of[name][0]] if metric_of[name] else float(average)
     return result if flat.keys() == given.keys() else _nested(given, result)
+
+
+def _named_first(name: str, local: dict[str, Any]) -> list[str]:
+    """Return the metrics that a value of logs may be, that of its own name first."""
+    numbers = [metric for metric, value in local.items() if np.ndim(_number(value)) == 0]
+    return sorted(numbers, key=lambda metric: metric != name)
 
 
 def _counts_in_python(metric: Any) -> bool:
@@ -295,6 +308,8 @@ def _adds_up(metric: Any) -> bool:
     update = type(metric).update_state
     if update.__module__.startswith("keras."):
         return True
+    if metric._metrics and not metric._variables:  # of others alone, as an F score of precision and recall
+        return all(map(_adds_up, metric._metrics))
     if all(hasattr(variable, _SAID) for variable in metric.variables):
         return True
     names = keras_private.names_in(update)

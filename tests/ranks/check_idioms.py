@@ -172,9 +172,21 @@ class MergedLargest(Largest):
             self.value.assign(ops.maximum(self.value.value, metric.value.value))
 
 
+class OfOthers(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="of_others")
+        self.mean = keras.metrics.MeanAbsoluteError()
+
+    def update_state(self, *batch, **weights):
+        self.mean.update_state(*batch, **weights)
+
+    def result(self):
+        return 2 * self.mean.result()
+
+
 def test_a_metric_that_says_how_to_merge_is_right(caplog):
     model = dense()
-    model.compile("sgd", "mse", metrics=[MergedLargest()])
+    model.compile("sgd", "mse", metrics=[MergedLargest(), OfOthers()])
     assert model.evaluate(X, Y, verbose=0, return_dict=True)["largest"] == pytest.approx(Y.max())
     assert "keeps a state of its own" not in caplog.text
     model.compile("sgd", "mse", metrics=[Largest("unknown")])

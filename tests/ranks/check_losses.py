@@ -210,8 +210,17 @@ def test_dice_of_each_sample_is_exact():
     compare(make, y=(X > 0).astype("float32"))
 
 
-def test_a_product_of_means_that_a_layer_adds_is_refused():
-    model = dense(Adds(balance))
+def pairs(x):
+    return ops.sum(ops.square(ops.tensordot(x, x, axes=(1, 1))))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [lambda: Adds(balance), *enough([lambda: keras.layers.Dense(4, activity_regularizer=pairs)], "torch")],
+    ids=["product", "regularizer of pairs"],
+)
+def test_a_product_of_means_that_a_layer_adds_is_refused(layer):
+    model = dense(layer())
     model.compile("sgd", "mse")
     with (
         pytest.raises(ValueError, match=r"add_loss\(\) is neither a mean nor a sum")

@@ -87,6 +87,21 @@ def test_a_step_of_ones_own(loss, caplog):
     keras_hpc.check_replicas(model)
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow counts traces")
+def test_trials_are_not_said_to_be_traced_too_often(monkeypatch):
+    from tensorflow.python.eager.polymorphic_function import polymorphic_function
+
+    said = []
+    fresh = polymorphic_function._FrequentTracingDetectorManager()
+    monkeypatch.setattr(polymorphic_function, "_frequent_tracing_detector_manager", fresh)
+    monkeypatch.setattr(polymorphic_function.logging, "warning", lambda *text: said.append(text))
+    for _ in range(2):
+        model = OwnStep(lambda y, p: ops.mean(ops.square(y - p)))
+        model.compile("sgd")
+        model.fit(X[:BATCH], Y[:BATCH], batch_size=BATCH, verbose=0)
+    assert not said
+
+
 class Counting(OwnStep):
     """Counts its steps in what is no variable of Keras."""
 
@@ -120,7 +135,7 @@ def test_a_step_with_a_vector_of_losses_and_an_embedding():
         words = keras.Input((4,), dtype="int32")  # a word comes in several samples
         outputs = layers.Dense(1)(layers.GlobalAveragePooling1D()(layers.Embedding(7, 3)(words)))
         model = OwnStep(lambda y, p: ops.square(y - p)[:, 0], network=keras.Model(words, outputs))
-        model.compile(keras.optimizers.SGD(1e-3))
+        model.compile(keras.optimizers.Adam(1e-3))  # takes rows that come twice in another way than a dense gradient
         return model
 
     compare(make, (np.abs(X) * 5).astype("int32") % 7)
@@ -190,6 +205,36 @@ def test_a_step_of_a_whole_batch_is_refused(loss, whose):
     y = (Y > 0).astype("int32") if loss is masked_by_hand else Y
     with pytest.raises(ValueError, match="not the mean of those of its halves") if job().size > 1 else nullcontext():
         model.fit(X, y, batch_size=BATCH, verbose=0)
+
+
+@enough_on("torch")
+def test_a_step_of_words_that_divides_by_its_mask_is_refused():
+    words = keras.Input((4,), dtype="int32")
+    outputs = keras.layers.Dense(3)(keras.layers.Embedding(3, 2)(words))
+
+    def masked(y, p):
+        mask = ops.cast(ops.not_equal(y, 0), p.dtype)
+        losses = keras.losses.sparse_categorical_crossentropy(y, p, from_logits=True)
+        return ops.sum(losses * mask) / ops.sum(mask)
+
+    model = OwnStep(masked, network=keras.Model(words, outputs))
+    model.compile("sgd")
+    x = (np.abs(X) * 5).astype("int32") % 3
+    with pytest.raises(ValueError, match="not the mean of those of its halves") if job().size > 1 else nullcontext():
+        model.fit(x, x, batch_size=BATCH, verbose=0)
+
+
+class Unweighted(OwnStep):
+    def train_step(self, *given):
+        return super().train_step(*given[:-1], given[-1][:2])
+
+
+@enough_on("torch")
+def test_a_sum_in_a_step_that_gets_weights_of_samples_is_refused():
+    model = Unweighted(lambda y, p: ops.sum(ops.square(y - p)))
+    model.compile("sgd")
+    with pytest.raises(ValueError, match="a sum over samples") if job().size > 1 else nullcontext():
+        model.fit(X, Y, batch_size=BATCH, verbose=0, sample_weight=np.ones(len(X), "float32"))
 
 
 @enough_on("torch")

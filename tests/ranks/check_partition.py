@@ -104,6 +104,13 @@ def test_endless_batches_are_dealt():
     assert list(itertools.islice(hand, 4)) == [1, 4, 7, 10]
 
 
+def test_what_is_read_once_stands_at_the_same_place_on_all_ranks_after_a_step():
+    streams = [itertools.count() for _ in range(3)]
+    for shard, stream in zip(shards(3), streams, strict=True):
+        next(deal(stream, lambda _: "empty", shard))
+    assert [next(stream) for stream in streams] == [3, 3, 3]
+
+
 @pytest.mark.parametrize(("samples", "parts"), [(48, [(32, 48), (48, 48)]), (37, [(32, 37), (37, 37)])])
 def test_a_fixed_batch_is_not_cut(samples, parts):
     partitions = [Partition(samples, 32, dataclasses.replace(shard, fixed=16)) for shard in shards(2)]

@@ -163,7 +163,8 @@ class Partition:
 def deal(batches: Iterable[T], empty_like: Callable[[T], T], shard: Shard) -> Iterator[T]:
     """Deals ready-made batches to ranks: step s takes the next `size` of them, and rank r the r-th of these.
 
-    A process that stands for several ranks gets theirs one after the other.
+    A process that stands for several ranks gets theirs one after the other. All batches of a step are read before any
+    is given out, so that what is read once, as a generator, stands at the same place on all ranks after each step.
 
     In a last step that is short of batches the ranks left without one get an empty batch, so that all run the same
     number of steps.
@@ -176,10 +177,15 @@ def deal(batches: Iterable[T], empty_like: Callable[[T], T], shard: Shard) -> It
     sample: T | None = None
     turn = 0
     mine = range(shard.rank, shard.rank + shard.turns)
+    held: list[T] = []
     for sample in batches:
         if turn in mine:
-            yield sample
+            held.append(sample)
         turn = (turn + 1) % shard.size
+        if turn == 0:
+            yield from held
+            held = []
+    yield from held
     if sample is not None and turn > 0:
         for _ in range(max(turn, mine.start), mine.stop):
             yield empty_like(sample)

@@ -41,7 +41,8 @@ def predict(original: Callable[..., Any], model: Any, arguments: dict[str, Any])
     samples = _count(x) if _can_convert_arrays(x) else 0
     if steps and samples:
         batch_size = batch_size or -(-samples // steps)
-        samples = min(samples, steps * batch_size)
+        together = model.steps_per_execution  # Keras runs whole executions, also where `steps` ends within one
+        samples = min(samples, -(-steps // together) * together * batch_size)
     mine = [samples, batch_size, digest(x) if samples else ""]
     everyone = team.allgather_object(mine, "Model.predict()")
     differ = any(theirs != everyone[0] for theirs in everyone)

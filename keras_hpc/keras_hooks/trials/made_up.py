@@ -17,7 +17,13 @@ _FINE_TOLERANCE = 1e-3  # likewise, on a CPU, in 32 or 64 bits
 _UNKNOWN_LENGTH = 8  # of axes whose length is not known
 
 
-def samples(leaf: Any, seed: int = 0) -> Any:
+def batch(like: Any, seed: int = 0) -> Any:
+    """Return samples like those of each part of a batch. Integers of one say nothing about those of the next."""
+    leaves = (samples(leaf, seed, place % 2 + 1) for place, leaf in enumerate(keras.tree.flatten(like)))
+    return keras.tree.pack_sequence_as(like, list(leaves))
+
+
+def samples(leaf: Any, seed: int = 0, repeats: int = 1) -> Any:
     """Return samples like those of a batch, or of the specification of one: arrays, or None."""
     if leaf is None or type(leaf).__name__ == "OptionalSpec":
         return None
@@ -28,7 +34,8 @@ def samples(leaf: Any, seed: int = 0) -> Any:
     shape[0] = ROWS
     if dtype.kind == "f":
         return np.random.default_rng(seed).uniform(0.1, 0.9, shape).astype(dtype)
-    numbers = np.arange(1, ROWS + 1).reshape(-1, *[1] * (len(shape) - 1)) % (seed + 2) > 0  # may be a class or a mask
+    rows = np.arange(1, ROWS + 1) // repeats
+    numbers = rows.reshape(-1, *[1] * (len(shape) - 1)) % (seed + 2) > 0  # may be a class or a mask
     return np.broadcast_to(numbers, shape).astype(dtype)
 
 

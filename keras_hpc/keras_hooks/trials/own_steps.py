@@ -13,6 +13,7 @@ clips their mean (see clipping.py).
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -122,7 +123,7 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool,
     if not all(layer.built for layer in model._flatten_layers()):
         return _UNKNOWN, 0.0, False, []
     try:
-        samples = keras.tree.map_structure(made_up.samples, batch)
+        samples = made_up.batch(batch)
         with seeds.kept(), _restored(model):
             twin = _twin(model)
             trials = _Tries(model, rest, twin), _Tries(model, rest, None)
@@ -214,13 +215,15 @@ def _adds_up(model: Any, rank: _Tries, alone: _Tries, samples: Any, batch: Any) 
     # The twin divides by as large a sum of weights or of a mask as this rank.
     alike = rank.step is not None and rank.step.uses["divisors"] > 0
 
-    def other(mine: Any, leaf: Any) -> Any:
-        numbers = mine if alike and mine.dtype.kind != "f" else made_up.samples(leaf, _OTHERS)
+    def other(mine: Any, numbers: Any) -> Any:
+        numbers = mine if alike and mine.dtype.kind != "f" else numbers
         return numbers * numbers.dtype.type(_SMALLER) if numbers.dtype.kind == "f" else numbers
 
-    others = keras.tree.map_structure(lambda x, leaf: None if x is None else other(x, leaf), samples, batch)
+    others = made_up.batch(batch, _OTHERS)
+    others = keras.tree.map_structure(lambda x, y: None if x is None else other(x, y), samples, others)
     if isinstance(others, (list, tuple)) and len(others) == 3:
-        others = (*others[:2], samples[2])  # weights of samples
+        same: Any = type(others)  # PyTorch's trees tell lists from tuples
+        others = same([*others[:2], samples[2]])  # weights of samples
     halves = [rank.projections(part) for part in (samples, others)]
     whole = alone.projections(_joined(samples, others))
     limits = made_up.tolerance_of(layer.compute_dtype for layer in model._flatten_layers()) * np.abs(
@@ -251,7 +254,8 @@ class _Tries:
         if keras.backend.backend() == "tensorflow" and not model.run_eagerly:
             import tensorflow as tf
 
-            self.program = tf.function(self._run)
+            # A partial of its own: TensorFlow counts traces by code, and would tell users that theirs are too many.
+            self.program = tf.function(functools.partial(self._run))
         elif keras.backend.backend() == "jax":
             import jax
 
