@@ -237,6 +237,20 @@ def test_a_sum_in_a_step_that_gets_weights_of_samples_is_refused():
         model.fit(X, Y, batch_size=BATCH, verbose=0, sample_weight=np.ones(len(X), "float32"))
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="cannot look at numbers in a step")
+def test_why_a_step_could_not_be_tried_is_said(caplog):
+    def picky(y, p):
+        if float(y.min()) < 2:
+            raise ValueError("targets begin at 2")
+        return ops.mean(ops.square(y - p))
+
+    model = OwnStep(picky)
+    model.compile("sgd")
+    with caplog.at_level("INFO", "keras_hpc"):
+        model.fit(X, np.full_like(Y, 2), batch_size=BATCH, verbose=0)
+    assert (job().rank > 0 or job().size == 1) == ("ValueError: targets begin at 2" not in caplog.text)
+
+
 @enough_on("torch")
 def test_a_step_that_asks_all_ranks_itself_is_exact():
     def rmse_of_all(y, p):

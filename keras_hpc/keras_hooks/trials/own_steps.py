@@ -37,6 +37,7 @@ _FINE, _UNKNOWN, _NEITHER, _TOGETHER, _SUM = range(5)
 _PROJECTIONS = 3  # of gradients, in which those of two steps are compared
 _SMALLER = 0.5  # of what they were are numbers of the other samples
 _OTHERS = 2  # the seed of the other samples
+_SHOWN = 200  # characters of an error
 
 
 def is_keras_own(model: Any) -> bool:
@@ -85,11 +86,11 @@ def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         batch = next(batches)
         batches = itertools.chain([batch], batches)
     told = metric_kinds.of_model(model)
-    *verdict, kinds = _verdict(model, rest, batch)
+    *verdict, kinds, why = _verdict(model, rest, batch)
     everyone = np.array([*verdict, *(kinds or [metric_kinds.UNKNOWN] * len(told))], np.float64)
     team = current.team_of(model)
     team.allreduce(everyone, op="max")
-    _report(model, int(everyone[0]), everyone[1])
+    _report(model, int(everyone[0]), everyone[1], why)
     metric_kinds.tell(told, everyone[3:].astype(int).tolist())
     if everyone[2] and team.rank == 0:
         log.warning(
@@ -100,10 +101,10 @@ def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*rest, batches)
 
 
-def _report(model: Any, verdict: int, ratio: float) -> None:
+def _report(model: Any, verdict: int, ratio: float, why: str) -> None:
     what = f"`{type(model).__name__}.{'compute_loss' if is_keras_own(model) else 'train_step'}()`"
     if verdict == _UNKNOWN:
-        current.notice(f"{what}: its gradients are averaged over ranks, which is right if its loss is a mean")
+        current.notice(f"{what}: its gradients are averaged over ranks, which is right if its loss is a mean{why}")
     elif verdict != _FINE:
         kind = "a sum" if verdict == _SUM else "neither a mean nor a sum"
         found = f"that are {ratio:.3g} times as large for twice as many samples on one rank as on two"
@@ -118,10 +119,13 @@ def _report(model: Any, verdict: int, ratio: float) -> None:
         )
 
 
-def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool, list[int]]:
-    """Return what the step does, the ratio that says so, whether it limits gradients, and what its metrics get."""
+def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool, list[int], str]:
+    """Return what the step does, the ratio that says so, whether it limits gradients, and what its metrics get.
+
+    Last comes why nobody knows, for a notice, if an error is why.
+    """
     if not all(layer.built for layer in model._flatten_layers()):
-        return _UNKNOWN, 0.0, False, []
+        return _UNKNOWN, 0.0, False, [], ""
     try:
         samples = made_up.batch(batch)
         with seeds.kept(), _restored(model):
@@ -148,8 +152,9 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool,
                 limits = limits and not (adds_up and _adds_up(model, *large, samples, batch))
             # What limits gradients makes no means of them, whatever the loss.
             together = can_be_cut and not limits and not adds_up
-    except Exception:  # noqa: BLE001  a step may refuse made-up samples; what is wrong with it, it raises again
-        return _UNKNOWN, 0.0, False, []
+    except Exception as error:  # noqa: BLE001  it may refuse made-up samples; what is wrong with it, it raises again
+        text = next(iter(str(error).splitlines()), "")[:_SHOWN]
+        return _UNKNOWN, 0.0, False, [], f" (made-up samples could not tell: {type(error).__name__}: {text})"
     found = (_TOGETHER if together else _FINE), 1.0
     for ours, theirs in zip(*(np.sqrt(np.mean(norms**2, axis=0)) for norms in (one_of_two, alone)), strict=True):
         if not ours > 0 or not np.isfinite([ours, theirs]).all():
@@ -161,7 +166,7 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool,
         else:
             verdict = next((v for v, r in ((_FINE, 1), (_SUM, 2)) if abs(ratio - r) < made_up.TOLERANCE), _NEITHER)
         found = max(found, (verdict, ratio))
-    return (*found, limits, kinds)
+    return (*found, limits, kinds, "")
 
 
 def _are_limited(large: np.ndarray, alone: np.ndarray) -> bool:
