@@ -1,8 +1,11 @@
 """A GPU that is not there: device memory, streams and kernels of tests/native/fake_cuda.cpp, for ranks as threads."""
 
 import ctypes
+import fcntl
 import functools
+import hashlib
 import importlib.util
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -10,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 _SOURCES = Path(__file__).parent / "native"
+_KEPT = Path(__file__).parent.parent / "build" / "tests"
 
 
 def build(folder: Path, without: str = "") -> Path:
@@ -44,10 +48,19 @@ def nccl() -> ctypes.CDLL:
 
 
 def _compile(names: list[str], library: Path, *options: str) -> Path:
+    """Copy a library to where a test wants it. It is compiled once for all tests, into build/tests."""
     command = ["g++", "-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", *options]
-    sources = [str(_SOURCES / f"{name}.cpp") for name in names]
-    subprocess.run([*command, "-o", str(library), *sources, "-lpthread"], check=True, timeout=120)
-    return library
+    sources = [_SOURCES / f"{name}.cpp" for name in names]
+    parts = [*map(str.encode, command), *(path.read_bytes() for path in sorted(_SOURCES.iterdir()) if path.is_file())]
+    kept = _KEPT / f"{hashlib.sha256(bytes(1).join(parts)).hexdigest()[:16]}-{library.name}"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with open(kept.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            unfinished = kept.with_suffix(".unfinished")
+            subprocess.run([*command, "-o", unfinished, *sources, "-lpthread"], check=True, timeout=120)
+            unfinished.rename(kept)
+    return Path(shutil.copy(kept, library))
 
 
 @functools.cache

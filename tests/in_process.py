@@ -43,6 +43,11 @@ EVERY_SIZE = 2**62
 SOON = 5.0  # seconds in which ranks learn of each other's errors: a grace of two, and time to look
 
 
+def soak(*values):
+    """Returns cases for `parametrize` that `make test` leaves out for their time."""
+    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
+
+
 def run(nodes, work, threads=1, timeout=20.0, measured=False):
     """Calls work(team, rank) on one thread per rank; returns the results in rank order.
 

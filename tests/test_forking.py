@@ -34,7 +34,7 @@ def both(*args, env=None, **options):
     ]
 
 
-@pytest.mark.parametrize("how", ["script", "-m", "-c"])
+@pytest.mark.parametrize("how", ["script", *(pytest.param(how, marks=pytest.mark.soak) for how in ("-m", "-c"))])
 def test_scripts_modules_and_commands_see_the_same(how, tmp_path):
     (tmp_path / "shows.py").write_text(SHOW)
     args = {"script": ["shows.py", "-x", "y"], "-m": ["-m", "shows", "-x"], "-c": ["-c", SHOW, "z"]}[how]

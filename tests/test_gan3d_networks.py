@@ -189,6 +189,7 @@ def report(tmp_path_factory):
     return out, reference, other, merits
 
 
+@pytest.mark.soak
 def test_report_shows_every_figure_with_its_numbers(report):
     out, *_ = report
     page = (out / "report.html").read_text()

@@ -29,8 +29,15 @@ MORE = [
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("names", [CHECKS, pytest.param(MORE, marks=pytest.mark.soak)], ids=["checks", "more"])
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize(
+    ("backend", "names"),
+    [
+        pytest.param("torch", CHECKS, id="torch-checks"),
+        pytest.param("jax", ["gradients"], id="jax-gradients"),
+        pytest.param("jax", ["pipeline"], marks=pytest.mark.soak, id="jax-pipeline"),
+        *(pytest.param(backend, MORE, marks=pytest.mark.soak, id=f"{backend}-more") for backend in ("torch", "jax")),
+    ],
+)
 def test_what_holds_on_the_host_holds_on_a_gpu(backend, names, run_ranks, tmp_path):
     _run(2, backend, names, run_ranks, tmp_path)
 

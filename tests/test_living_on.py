@@ -20,7 +20,7 @@ def can_unshare():
     return subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("delay", [0.02, 0.08])
+@pytest.mark.parametrize("delay", [0.02, pytest.param(0.08, marks=pytest.mark.soak)])
 def test_messages_that_come_after_an_error_change_nothing(delay):
     # MPI is not finalized, so the launcher ends the rank that is the last one to end.
     command = [*SURVIVOR, sys.executable, str(SCRIPT), "late-message", str(delay)]

@@ -172,6 +172,7 @@ def test_steps_beside_what_is_expected():
     assert all(int(number) > 0 for number in found.groups())
 
 
+@pytest.mark.soak
 def test_more_nodes_than_there_are(folder):
     """One process stands in for each part; a sample of 6 rows is not split."""
     words = ("-m", "keras_hpc", "plan", "--ranks", "2", "--gb-per-s", "10", "--spatial", "network.py:few_rows")

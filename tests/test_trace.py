@@ -132,7 +132,9 @@ def test_a_job_that_was_killed_leaves_a_trace(tmp_path, run_ranks):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("backend", [pytest.param("tensorflow", marks=pytest.mark.soak), "jax", "torch"])
+@pytest.mark.parametrize(
+    "backend", [*(pytest.param(name, marks=pytest.mark.soak) for name in ("tensorflow", "jax")), "torch"]
+)
 def test_a_profile_of_the_framework_stands_at_the_time_of_the_steps(backend, tmp_path, run_ranks):
     (tmp_path / "train.py").write_text(PROFILED)
     path, profile = tmp_path / "trace.json", tmp_path / "profile"

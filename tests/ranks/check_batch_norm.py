@@ -65,7 +65,7 @@ def far_from_zero():
     return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3, activation="softmax")])
 
 
-NETWORKS = [vectors, *enough([images, sequences, shared, far_from_zero], "torch")]
+NETWORKS = [*enough([vectors], "tensorflow", "torch"), *enough([images, sequences, shared, far_from_zero], "torch")]
 if keras.backend.backend() != "jax":  # which has no float64 unless the whole program asks for it
     NETWORKS += enough([doubles], "torch")
 
@@ -118,6 +118,7 @@ def test_a_rank_without_samples_keeps_up(network):
     assert_like_one_rank(make, train, TOLERANCE)
 
 
+@enough_on("tensorflow", "torch")
 def test_statistics_of_layers_that_are_not_synchronized_are_the_mean_of_the_ranks_own():
     """A rank without samples in a step keeps its own for that step; none differs where anybody looks at them."""
     x, y = data(samples=BATCH + 1)
@@ -159,6 +160,7 @@ def test_moments_of_a_pipelined_team_are_of_this_step():
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@enough_on("jax", "torch")
 def test_gradient_through_the_moments():
     """The loss of one rank reaches the inputs of the others."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, use_bias=False), norm(), keras.layers.Dense(1)])

@@ -31,7 +31,7 @@ import keras_hpc
 from keras_hpc.keras_hooks.checkpoint import snapshot
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
-SOAK = {"tensorflow": (2,), "jax": (2,)}  # for what is enough on one of them
+SOAK = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}  # for what is enough on one of them
 
 VALIDATION = (X[:40], Y[:40])
 
@@ -105,7 +105,7 @@ def test_a_dataset_with_accumulated_gradients(folder):
 
 
 @only_on("torch")
-@enough_on("torch")
+@enough_on()
 def test_steps_per_epoch(folder):
     # A pass of 8 steps goes on through epochs of 2.
     fit = {"batch_size": BATCH, "steps_per_epoch": 2}

@@ -14,7 +14,7 @@ from keras_cases import enough_on, job
 import keras_hpc
 
 RANKS = {"torch": (2,)}
-SOAK = {"tensorflow": (2,), "jax": (2,)}
+SOAK = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 
 
 def dense(*names, optimizer="adam"):
@@ -32,7 +32,7 @@ def rms(**options):
     return dense("a", optimizer=lambda: keras.optimizers.RMSprop(**options))
 
 
-@enough_on("torch")
+@enough_on()
 def test_another_optimizer(folder):
     """Which keeps as many variables of the same shapes."""
     trained(f"{folder}/adam", dense("a"))

@@ -309,6 +309,7 @@ def test_torch_loader_of_a_stream(mode):
     np.testing.assert_array_equal(rows_of_all(adapter), Y)
 
 
+@enough_on("torch")
 def test_loader_with_a_distributed_sampler_is_left_alone():
     torch = pytest.importorskip("torch")
     given = loader()

@@ -87,7 +87,7 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
 
 
 # What the others do, these do, too.
-EVERYWHERE = [name for name in ("dynamic_scale_accumulation", "ema") if name in OPTIMIZERS]
+EVERYWHERE = ["dynamic_scale_accumulation"]
 
 
 @pytest.mark.parametrize("name", [*EVERYWHERE, *enough([n for n in OPTIMIZERS if n not in EVERYWHERE], "torch")])
@@ -102,6 +102,7 @@ class NeverReset(keras.metrics.SparseCategoricalAccuracy):
         pass
 
 
+@enough_on("tensorflow", "torch")
 def test_history_validation_and_evaluate():
     arrays = data()
 
@@ -116,6 +117,7 @@ def test_history_validation_and_evaluate():
 
 
 @pytest.mark.parametrize("reduction", ["mean_with_sample_weight", *enough(["sum", "sum_over_batch_size"], "torch")])
+@enough_on("jax", "torch")
 def test_loss_reductions_with_sample_weight(reduction):
     x, y = data()
     weight = np.linspace(0, 2, len(x)).astype("float32")
@@ -178,6 +180,7 @@ def test_several_inputs_and_outputs():
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@enough_on("tensorflow", "torch")
 def test_frozen_and_unused_variables():
     x, y = data()
 
@@ -205,6 +208,7 @@ class Subclassed(keras.Model):
         return self.out(self.hidden(x))
 
 
+@enough_on("tensorflow", "torch")
 def test_subclassed_and_unbuilt():
     def model():
         keras.utils.set_random_seed(1 if current.is_local() or job().rank == 0 else 2)
@@ -237,6 +241,7 @@ def test_subclassed_and_unbuilt():
         pytest.param({"run_eagerly": True}, id="eager", marks=enough_on("tensorflow", "torch")),
     ],
 )
+@enough_on("jax", "torch")
 def test_compile_options(options):
     if "steps_per_execution" in options and keras.backend.backend() == "torch":
         pytest.skip("Keras refuses several steps per execution on PyTorch")
@@ -333,6 +338,7 @@ def test_averages_of_weights_outlive_an_evaluation():
     assert_like_one_rank(compiled(lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)), train)
 
 
+@enough_on("jax", "torch")
 def test_gradients_that_wait_since_train_on_batch():
     """The first update of `fit` takes what all ranks have gathered before it, not what one has."""
     x, y = data()
@@ -348,6 +354,7 @@ def test_gradients_that_wait_since_train_on_batch():
 
 
 @pytest.mark.parametrize("accumulate", [None, 2])
+@enough_on("jax", "torch")
 def test_nan_on_one_rank_makes_all_skip(accumulate):
     x, y = data(samples=BATCH * 4)
     poisoned = x.copy()
@@ -368,6 +375,7 @@ def test_nan_on_one_rank_makes_all_skip(accumulate):
     assert float(model.optimizer.dynamic_scale) == 32.0
 
 
+@enough_on("tensorflow", "torch")
 def test_overridden_apply_sees_reduced_gradients():
     class Signed(keras.optimizers.SGD):
         """Nonlinear in the gradients, before Keras' own `apply`: only right on the mean over ranks."""

@@ -315,6 +315,7 @@ def test_what_was_never_trained_is_the_roots(caplog):
     assert ("weights differ between ranks" in caplog.text) == (job().rank == 0 and job().size > 1)
 
 
+@enough_on("jax", "torch")
 def test_a_model_that_its_first_batch_has_built_takes_others():
     def make():
         model = keras.Sequential([keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])

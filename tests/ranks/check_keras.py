@@ -82,7 +82,7 @@ def train_gan(models, whole):
         combined.train_on_batch(latent, np.ones((len(latent), 1), "float32"))
 
 
-@enough_on("torch", "tensorflow")
+@enough_on("torch")
 def test_train_on_batch_with_frozen_model():
     def trained(whole):
         models = networks()
@@ -95,6 +95,7 @@ def test_train_on_batch_with_frozen_model():
         assert_close(ours, alone)
 
 
+@enough_on("tensorflow", "torch")
 def test_train_on_batch_returns_local_and_evaluate_global():
     x, y = data()
     model = dense()
@@ -122,6 +123,7 @@ def normalized():
 
 @sharded()
 @pytest.mark.parametrize("accumulate", [2, *enough([None], "torch")])
+@enough_on("jax", "torch")
 def test_ranks_without_samples(accumulate, running):
     x, y = data(samples=49)  # a tail of one
 
@@ -166,6 +168,7 @@ def spectral():
 
 @sharded()
 @pytest.mark.parametrize("network", [spectral, Taught])
+@enough_on("jax", "torch")
 def test_state_that_no_sample_decides_goes_on_without_samples(network, running):
     if network is Taught and keras.backend.backend() == "jax":
         pytest.skip("its trainer hands states on")
@@ -210,6 +213,7 @@ def test_losses_of_several_outputs(running):
 
 @sharded()
 @several_ranks
+@enough_on("jax", "torch")
 def test_state_of_a_rank_without_samples_is_untouched(running):
     x, y = data(samples=49)
     seen = []

@@ -14,7 +14,7 @@ from local_cases import LOCAL, LocalSGD, X, Y, check, check_weights, executions,
 import keras_hpc
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (1, 2)}
-SOAK = {"tensorflow": (1, 3), "jax": (1, 3), "torch": (3,)}
+SOAK = {"tensorflow": (1, 2, 3), "jax": (1, 2, 3), "torch": (3,)}
 
 pytestmark = pytest.mark.usefixtures("two_teams")
 
@@ -40,6 +40,7 @@ pytestmark = pytest.mark.usefixtures("two_teams")
     ],
     ids=str,
 )
+@enough_on("tensorflow", "torch")
 def test_fit_equals_local_sgd(arguments, reference):
     keras_hpc.configure_team(LOCAL, schedule="local", **arguments)
     model = linear()
@@ -54,6 +55,7 @@ def test_fit_equals_local_sgd(arguments, reference):
     ("first", "last", "reference"),
     [(7, 4, (7, 4)), *(pytest.param(*c, marks=enough_on("torch")) for c in ((0.25, 0.5, (6, 12)), (0, 5, (0, 5))))],
 )
+@enough_on("jax", "torch")
 def test_synchronous_beginning_and_end(first, last, reference):
     keras_hpc.configure_team(LOCAL, schedule="local", every=4, synchronous_steps=first, cooldown_steps=last)
     model = linear()

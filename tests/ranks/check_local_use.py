@@ -15,11 +15,12 @@ from local_cases import LOCAL, LocalSGD, X, Y, check, check_weights, executions,
 import keras_hpc
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (1, 2)}
-SOAK = {"tensorflow": (1, 3), "jax": (1, 3), "torch": (3,)}
+SOAK = {"tensorflow": (1, 2, 3), "jax": (1, 3), "torch": (3,)}
 
 pytestmark = pytest.mark.usefixtures("two_teams")
 
 
+@enough_on("jax", "torch")
 def test_evaluate_and_save_in_the_middle_of_a_period(tmp_path):
     keras_hpc.configure_team(LOCAL, schedule="local", every=6)
     model, reference = linear(), LocalSGD(6)

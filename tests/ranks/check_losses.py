@@ -43,6 +43,7 @@ class Adds(keras.layers.Layer):
 @pytest.mark.parametrize(
     "kind", ["sum", "added sum", *enough(["mean", "vector", "added mean", "added vector"], "torch")]
 )
+@enough_on("tensorflow", "torch")
 def test_losses_that_are_sums_or_vectors(kind):
     losses = {
         "sum": lambda y, p: ops.sum(ops.square(y - p)),
@@ -81,6 +82,7 @@ class Given(keras.losses.Loss):
 
 
 @pytest.mark.parametrize("loss", [contrastive, *enough([triplets], "torch")])
+@enough_on("tensorflow", "torch")
 def test_a_loss_of_each_sample_that_compares_it_with_others_is_refused(loss):
     again = Given(loss)
     for given in (loss, again, again):  # whoever catches the error and tries again is told again
@@ -90,6 +92,7 @@ def test_a_loss_of_each_sample_that_compares_it_with_others_is_refused(loss):
             model.fit(X, Y, batch_size=BATCH, verbose=0)
 
 
+@enough_on("jax", "torch")
 def test_sums_of_a_model_whose_call_knows_no_training():
     class Own(keras.Model):
         def __init__(self):
@@ -219,6 +222,7 @@ def pairs(x):
     [lambda: Adds(balance), *enough([lambda: keras.layers.Dense(4, activity_regularizer=pairs)], "torch")],
     ids=["product", "regularizer of pairs"],
 )
+@enough_on("tensorflow", "torch")
 def test_a_product_of_means_that_a_layer_adds_is_refused(layer):
     model = dense(layer())
     model.compile("sgd", "mse")
@@ -246,6 +250,7 @@ def mean_of_samples(x):
 
 
 @pytest.mark.parametrize("kind", ["of the batch", "of the sample", *enough(["of all ranks"], "torch")])
+@enough_on("jax", "torch")
 def test_a_layer_that_mixes_the_samples_of_a_batch_is_named(kind, caplog):
     function = {
         "of the batch": mean_of_samples,

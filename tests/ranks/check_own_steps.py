@@ -162,6 +162,7 @@ def replaced(loss):
 
 @pytest.mark.parametrize("own", [OwnLoss, *enough([replaced], "torch")])
 @pytest.mark.parametrize("kind", ["mean", "sum"])
+@enough_on("jax", "torch")
 def test_a_loss_that_the_model_computes(kind, own):
     def make():
         model = own(lambda y, p: getattr(ops, kind)(ops.square(y - p)))
@@ -184,6 +185,7 @@ def test_a_loss_that_the_model_computes(kind, own):
     ],
     ids=["sum", "noisy sum", "logarithm"],
 )
+@enough_on("tensorflow", "torch")
 def test_a_step_whose_gradients_ranks_may_not_average_is_refused(loss, layers, what):
     model = OwnStep(loss, *layers)
     model.compile(keras.optimizers.SGD(1e-3))
@@ -271,6 +273,7 @@ SEEDS = {"mean": 11, "sum": 7} if BACKEND == "torch" else {"mean": 51, "sum": 51
 
 
 @pytest.mark.parametrize("kind", [*enough(["mean"], "torch"), *enough(["sum"], "jax")])
+@enough_on()
 def test_chance_does_not_decide_about_a_noisy_step(kind):
     """With these seeds the first 16 draws of the noise say the opposite on PyTorch and TensorFlow."""
     keras.utils.set_random_seed(SEEDS[kind])

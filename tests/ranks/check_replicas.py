@@ -4,12 +4,12 @@
 import keras
 import numpy as np
 import pytest
-from keras_cases import job
+from keras_cases import enough_on, job
 
 import keras_hpc
 
 RANKS = {"jax": (2,), "torch": (2,)}  # JAX keeps the state outside of the model, the others in it
-SOAK = {"tensorflow": (2,)}
+SOAK = {"tensorflow": (2,), "jax": (2,)}
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +88,7 @@ def test_found_in_steps_at_once_and_one_by_one():
         model.train_on_batch(*samples(4))
 
 
+@enough_on("torch")
 def test_healthy_training_goes_on(monkeypatch):
     from keras_hpc.keras_hooks.state import replicas
 
@@ -117,6 +118,7 @@ class Drifts(keras.callbacks.Callback):
         bias.assign(bias + float(job().rank))
 
 
+@enough_on("torch")
 def test_weights_that_ranks_move_apart_are_named_once(caplog):
     with caplog.at_level("WARNING", "keras_hpc"):
         compiled().fit(*samples(4 * job().size), batch_size=4, epochs=2, verbose=0, callbacks=[Drifts()])

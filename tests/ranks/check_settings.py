@@ -24,7 +24,9 @@ def _job():
 def warnings(caplog, monkeypatch):
     """A function that returns what rank 0 has been warned of."""
     monkeypatch.setattr(logging.getLogger("keras_hpc"), "propagate", True)
-    return lambda: [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    return lambda: [
+        record.getMessage() for record in caplog.records if (record.name, record.levelname) == ("keras_hpc", "WARNING")
+    ]
 
 
 def compiled(*layers, dtype="float32"):

@@ -15,7 +15,7 @@ from keras_hpc.spatial.geometry import Grid
 from keras_hpc.tools import rehearsal
 from keras_hpc.tools.alone import standing_in
 
-RANKS = {"tensorflow": (2,), "torch": (2,)}
+RANKS = {"torch": (2,)}
 SOAK = {"tensorflow": (2, 4), "jax": (2, 4), "torch": (4,)}
 TIMEOUT = 600
 

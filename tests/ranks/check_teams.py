@@ -13,13 +13,14 @@ import types
 import keras
 import numpy as np
 import pytest
-from keras_cases import job
+from keras_cases import enough_on, job
 
 import keras_hpc
 from keras_hpc import _native, errors
 from keras_hpc.job import trace
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
+SOAK = {"tensorflow": (2,), "jax": (2,)}
 FEATURES = 300
 
 is_jax = keras.backend.backend() == "jax"
@@ -51,6 +52,7 @@ def traced(work):
     return sorted(json.loads(_native.take_trace()), key=lambda event: event[3])  # name, kind, team, begin, end
 
 
+@enough_on("tensorflow", "torch")
 def test_pipelined_teams_are_on_their_way_at_the_same_time(team_job):
     for team in (0, 1):
         keras_hpc.configure_team(team, schedule="pipelined")
@@ -117,6 +119,7 @@ def test_a_team_that_waits_does_not_hold_up_the_other(team_job):
         keras_hpc.check_replicas(model, team=models.index(model))
 
 
+@enough_on("jax", "torch")
 def test_reports(team_job, caplog):
     keras_hpc.configure_team(0, report_every=4)
     model = model_on(0, "first")
@@ -256,6 +259,7 @@ def test_a_callback_records_whole_executions_of_several_steps(monkeypatch):
     assert said == [True, False]
 
 
+@enough_on("jax", "torch")
 def test_a_signal_or_a_file_begins_and_ends_recording(tmp_path):
     keras_hpc.init()
     path = of_all(tmp_path) / "trace.json"
