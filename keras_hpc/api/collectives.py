@@ -153,16 +153,18 @@ def check_replicas(model: Any, team: int = 0) -> None:
 
     What must differ or may is left out: the state of random number generators and of metrics. Statistics that each
     rank takes from its own data (BatchNormalization) are the same after each epoch of `fit` and after `evaluate`.
+    Embeddings that TensorFlow trains on GPUs drift apart by rounding; here and after each epoch they become the root's.
 
     Raises:
         ReplicaMismatchError: on all ranks, naming the first variable that differs, and the ranks; or one of them alone
             has loaded or set the state of a sharded optimizer.
     """
     from keras_hpc.keras_hooks.sharded import whole
-    from keras_hpc.keras_hooks.state import replicas, variables
+    from keras_hpc.keras_hooks.state import replicas, rows, variables
 
     members = team_number(team)
     whole.check_loaded_alike(model, ReplicaMismatchError)
+    rows.align(model)
     own = [*variables.replicated_variables(model), *variables.common_buffers(model)]
     variables.check_same(members, own)
     replicas.compare(members, own, [variable.value for variable in own])

@@ -26,6 +26,7 @@ from keras_hpc.keras_hooks import float8, keras_private, running
 from keras_hpc.keras_hooks.gradients import first_update
 from keras_hpc.keras_hooks.schedules import delayed, local_steps
 from keras_hpc.keras_hooks.sharded import takers
+from keras_hpc.keras_hooks.state import rows
 from keras_hpc.keras_hooks.state import variables as model_variables
 from keras_hpc.keras_hooks.virtual import guards
 
@@ -275,7 +276,8 @@ def reduce_gradients(
     if sparse:
         share = _share(optimizer, count) / team.size
         for index in sparse:
-            result[index] = _gather(team, gradients[index], share)
+            result[index] = rows.gather(team, gradients[index], share)
+        rows.note(_applying.optimizer or optimizer)
     return result
 
 
@@ -328,19 +330,6 @@ def _reduce_maxima(optimizer: Any, gradients: list[Any], variables: Any, values:
     plan = current.team_of(optimizer).plan(f"{key_of(optimizer)}/maximum", specs, op="max", weighted=False)
     _replace(result, maxima, backends.current().reduce(plan, [result[i] for i in maxima]))
     return result
-
-
-def _gather(team: Any, gradient: Any, share: Any) -> Any:
-    """Return a sparse gradient with the rows of all ranks, as one rank has it on the global batch.
-
-    Adding up rows into a dense gradient instead would change Adam, which Keras gives every row of its own.
-    """
-    import tensorflow as tf
-
-    kept = tf.where(share > 0, tf.shape(gradient.indices)[0], 0)
-    values = gradient.values[:kept] * tf.cast(share, gradient.values.dtype)
-    gather = backends.current().allgather_rows
-    return tf.IndexedSlices(gather(team, values), gather(team, gradient.indices[:kept]), gradient.dense_shape)
 
 
 def _scale_by_share(optimizer: Any, gradients: list[Any], variables: Sequence[Any], count: Any) -> list[Any]:

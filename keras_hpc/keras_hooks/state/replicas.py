@@ -14,7 +14,7 @@ import xxhash
 from keras_hpc.errors import ReplicaMismatchError
 from keras_hpc.job import current, log
 from keras_hpc.keras_hooks.sharded import whole
-from keras_hpc.keras_hooks.state import settings
+from keras_hpc.keras_hooks.state import rows, settings
 from keras_hpc.keras_hooks.state.variables import (
     accumulators,
     average,
@@ -218,6 +218,7 @@ def agree(model: Any, call: str) -> None:
         call: its name, for the message where another rank calls something else.
     """
     team = current.team_of(model)
+    rows.align(model)
     statistics = per_rank_state(model)
     own = set(map(id, statistics))
     statistics = [*statistics, *common_buffers(model)]
@@ -296,6 +297,7 @@ def warn_if_apart(model: Any, when: str) -> None:
         when: for the message.
     """
     state, team = current.job().known.model(model), current.team_of(model)
+    rows.align(model)
     if state.told_apart or team.size == 1:
         return
     trained, apart = set(map(id, model.trainable_variables)), known_apart()
@@ -330,6 +332,7 @@ def after_step(model: Any, results: Any) -> None:
     state.steps = now = before + model.steps_per_execution
     if before // every == now // every:
         return
+    rows.align(model)
     own = set(map(id, per_rank_state(model)))
     if current.team_of(model).schedule.local is not None:  # of local steps JAX does not know yet whether they were
         own |= set(map(id, model.trainable_variables))
