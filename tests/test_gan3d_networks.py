@@ -208,6 +208,7 @@ def test_report_shows_every_figure_with_its_numbers(report):
     assert "P + Q" in page
 
 
+@pytest.mark.soak
 def test_tables_hold_what_the_measures_return(report):
     out, reference, other, merits = report
     with (out / "figure_of_merit.csv").open(newline="") as file:
