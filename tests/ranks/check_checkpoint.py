@@ -31,7 +31,7 @@ import keras_hpc
 from keras_hpc.keras_hooks.checkpoint import snapshot
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
-SOAK = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}  # for what is enough on one of them
+SOAK = {"tensorflow": (2,), "jax": (2,)}  # for what is enough on one of them
 
 VALIDATION = (X[:40], Y[:40])
 

@@ -14,7 +14,7 @@ from keras_cases import enough_on, job
 import keras_hpc
 
 RANKS = {"torch": (2,)}
-SOAK = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
+SOAK = {"tensorflow": (2,), "jax": (2,)}
 
 
 def dense(*names, optimizer="adam"):
