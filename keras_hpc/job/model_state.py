@@ -72,7 +72,7 @@ class OptimizerState:
         local_mode: what the running local step of an optimizer of PyTorch has to do.
         restored: averages that an earlier process held back, by their place in `delayed`.
         shards: how its state is shared out among the ranks (`keras_hooks.sharded`); None: each rank has all of it.
-        adds_rows: whether gradients come to it as rows of an embedding (TensorFlow).
+        row_shapes: of the embeddings whose gradients come to it as rows (TensorFlow).
     """
 
     synchronized: bool = False
@@ -83,7 +83,7 @@ class OptimizerState:
     local_mode: Any = None
     restored: dict[int, Any] = dataclasses.field(default_factory=dict)
     shards: Any = None
-    adds_rows: bool = False
+    row_shapes: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
 
 
 class Known:

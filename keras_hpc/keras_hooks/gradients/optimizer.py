@@ -277,7 +277,8 @@ def reduce_gradients(
         share = _share(optimizer, count) / team.size
         for index in sparse:
             result[index] = rows.gather(team, gradients[index], share)
-        rows.note(_applying.optimizer or optimizer)
+            owner = (variables or model_variables.trained_by(optimizer))[index]
+            rows.note(_applying.optimizer or optimizer, owner.shape)
     return result
 
 

@@ -218,7 +218,7 @@ def agree(model: Any, call: str) -> None:
         call: its name, for the message where another rank calls something else.
     """
     team = current.team_of(model)
-    rows.align(model)
+    rows.align(model, team)
     statistics = per_rank_state(model)
     own = set(map(id, statistics))
     statistics = [*statistics, *common_buffers(model)]
@@ -297,7 +297,7 @@ def warn_if_apart(model: Any, when: str) -> None:
         when: for the message.
     """
     state, team = current.job().known.model(model), current.team_of(model)
-    rows.align(model)
+    rows.align(model, team)
     if state.told_apart or team.size == 1:
         return
     trained, apart = set(map(id, model.trainable_variables)), known_apart()
@@ -332,7 +332,7 @@ def after_step(model: Any, results: Any) -> None:
     state.steps = now = before + model.steps_per_execution
     if before // every == now // every:
         return
-    rows.align(model)
+    rows.align(model, current.team_of(model))
     own = set(map(id, per_rank_state(model)))
     if current.team_of(model).schedule.local is not None:  # of local steps JAX does not know yet whether they were
         own |= set(map(id, model.trainable_variables))

@@ -2,11 +2,13 @@
 """Embeddings on TensorFlow, whose gradients are rows: gathers these, and keeps replicas on GPUs equal.
 
 A GPU adds up rows of the same index in no fixed order. So ranks that apply the same rows round otherwise, and their
-embeddings drift apart, with what optimizers keep of them. They become the root's where replicas are looked at.
+embeddings drift apart, with what optimizers keep of them. They become the root's where replicas are looked at. Other
+weights get the same gradients, and must be the same bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -20,9 +22,9 @@ from keras_hpc.keras_hooks.state.variables import differing_variables, known_apa
 _ROUNDING = 1e-3
 
 
-def note(optimizer: Any) -> None:
-    """Remember that gradients of an optimizer come as rows: the same on all ranks, as all run one program."""
-    current.job().known.optimizer(optimizer).adds_rows = True
+def note(optimizer: Any, shape: Sequence[int]) -> None:
+    """Remember that a gradient of this shape comes to an optimizer as rows."""
+    current.job().known.optimizer(optimizer).row_shapes.add(tuple(shape))
 
 
 def gather(team: Any, gradient: Any, share: Any) -> Any:
@@ -39,30 +41,33 @@ def gather(team: Any, gradient: Any, share: Any) -> Any:
 
     kept = tf.where(share > 0, tf.shape(gradient.indices)[0], 0)
     values = gradient.values[:kept] * tf.cast(share, gradient.values.dtype)
-    rows = backends.current().allgather_rows
-    return tf.IndexedSlices(rows(team, values), rows(team, gradient.indices[:kept]), gradient.dense_shape)
+    everyones = backends.current().allgather_rows
+    return tf.IndexedSlices(everyones(team, values), everyones(team, gradient.indices[:kept]), gradient.dense_shape)
 
 
-def align(model: Any) -> None:
-    """Give all ranks the root's values of what GPUs have rounded otherwise. Collective on the model's team.
+def align(model: Any, team: Any) -> None:
+    """Give all ranks the root's embeddings, and what optimizers keep of them, where GPUs differ. Collective.
 
     Args:
-        model: the model; nothing is sent if its gradients have not come as rows, or no rank has a GPU.
+        model: the model; nothing is sent but this question if no gradient came to it as rows, or no rank has a GPU.
+        team: whose ranks take part.
     """
-    job, team = current.job(), current.team_of(model)
-    optimizers = [optimizer for optimizer in optimizers_of(model) if job.known.optimizer(optimizer).adds_rows]
-    if not optimizers or team.size == 1:
+    if keras.backend.backend() != "tensorflow" or team.size == 1:
         return
-    if not any(team.allgather_object(job.device is not None, "rows that GPUs add up")):
+    job, optimizers = current.job(), optimizers_of(model)
+    mine = sorted({shape for optimizer in optimizers for shape in job.known.optimizer(optimizer).row_shapes})
+    everyone = team.allgather_object([job.device is not None, list(map(list, mine))], "embeddings on GPUs")
+    shapes = {tuple(shape) for _, theirs in everyone for shape in theirs}
+    if not shapes or not any(on_gpu for on_gpu, _ in everyone):
         return
     backend, apart = backends.current(), known_apart()
     held = unique(v for optimizer in optimizers for v in (*trained_by(optimizer), *optimizer.variables))
-    shared = [v for v in held if id(v) not in apart and keras.backend.is_float_dtype(v.dtype)]
+    shared = [v for v in held if tuple(v.shape) in shapes and id(v) not in apart]
     for index in differing_variables(team, shared):
-        mine = np.ascontiguousarray(backend.to_numpy(shared[index].value))
-        roots = mine.copy()
-        team.broadcast(roots.view(np.uint8))
-        distance = np.abs(mine.astype(np.float64) - roots.astype(np.float64)).max()
+        own = np.array(backend.to_numpy(shared[index].value), order="C")
+        roots = own.copy()
+        team.broadcast(roots.reshape(-1).view(np.uint8))
+        distance = np.abs(own.astype(np.float64) - roots.astype(np.float64)).max()
         is_rounding = bool(distance <= _ROUNDING * np.abs(roots.astype(np.float64)).max())
-        if all(team.allgather_object(is_rounding, "rows that GPUs add up")):
+        if all(team.allgather_object(is_rounding, "embeddings on GPUs")):
             backend.assign(shared[index], roots)
