@@ -164,7 +164,7 @@ def check_replicas(model: Any, team: int = 0) -> None:
 
     members = team_number(team)
     whole.check_loaded_alike(model, ReplicaMismatchError)
-    rows.align(model, members)
+    rows.align(model, members, "keras_hpc.check_replicas()")
     own = [*variables.replicated_variables(model), *variables.common_buffers(model)]
     variables.check_same(members, own)
     replicas.compare(members, own, [variable.value for variable in own])

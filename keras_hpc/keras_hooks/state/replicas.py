@@ -218,7 +218,7 @@ def agree(model: Any, call: str) -> None:
         call: its name, for the message where another rank calls something else.
     """
     team = current.team_of(model)
-    rows.align(model, team)
+    rows.align(model, team, f"Model.{call}()")
     statistics = per_rank_state(model)
     own = set(map(id, statistics))
     statistics = [*statistics, *common_buffers(model)]
@@ -297,7 +297,7 @@ def warn_if_apart(model: Any, when: str) -> None:
         when: for the message.
     """
     state, team = current.job().known.model(model), current.team_of(model)
-    rows.align(model, team)
+    rows.align(model, team, f"weights that are compared{when}")
     if state.told_apart or team.size == 1:
         return
     trained, apart = set(map(id, model.trainable_variables)), known_apart()
@@ -332,9 +332,10 @@ def after_step(model: Any, results: Any) -> None:
     state.steps = now = before + model.steps_per_execution
     if before // every == now // every:
         return
-    rows.align(model, current.team_of(model))
+    team = current.team_of(model)
+    rows.align(model, team, f"replicas that are compared after step {now}")
     own = set(map(id, per_rank_state(model)))
-    if current.team_of(model).schedule.local is not None:  # of local steps JAX does not know yet whether they were
+    if team.schedule.local is not None:  # of local steps JAX does not know yet whether they were
         own |= set(map(id, model.trainable_variables))
         own |= {id(variable) for optimizer in optimizers_of(model) for variable in optimizer.variables}
     wanted = [variable for variable in replicated_variables(model) if id(variable) not in own]
@@ -342,7 +343,7 @@ def after_step(model: Any, results: Any) -> None:
     # The optimizer of another model may be among its attributes: what a step does not move, is what it was.
     values = {id(variable): held.get(id(variable), variable._value) for variable in wanted}
     known = [variable for variable in wanted if values[id(variable)] is not None]
-    compare(current.team_of(model), known, [values[id(variable)] for variable in known], f" after step {now}")
+    compare(team, known, [values[id(variable)] for variable in known], f" after step {now}")
 
 
 def _values_in(model: Any, results: Any) -> dict[int, Any]:

@@ -45,18 +45,19 @@ def gather(team: Any, gradient: Any, share: Any) -> Any:
     return tf.IndexedSlices(everyones(team, values), everyones(team, gradient.indices[:kept]), gradient.dense_shape)
 
 
-def align(model: Any, team: Any) -> None:
+def align(model: Any, team: Any, call: str) -> None:
     """Give all ranks the root's embeddings, and what optimizers keep of them, where GPUs differ. Collective.
 
     Args:
         model: the model; nothing is sent but this question if no gradient came to it as rows, or no rank has a GPU.
         team: whose ranks take part.
+        call: what looks at replicas, for the message where another rank calls something else.
     """
     if keras.backend.backend() != "tensorflow" or team.size == 1:
         return
     job, optimizers = current.job(), optimizers_of(model)
     mine = sorted({shape for optimizer in optimizers for shape in job.known.optimizer(optimizer).row_shapes})
-    everyone = team.allgather_object([job.device is not None, list(map(list, mine))], "embeddings on GPUs")
+    everyone = team.allgather_object([job.device is not None, list(map(list, mine))], call)
     shapes = {tuple(shape) for _, theirs in everyone for shape in theirs}
     if not shapes or not any(on_gpu for on_gpu, _ in everyone):
         return
@@ -69,5 +70,5 @@ def align(model: Any, team: Any) -> None:
         team.broadcast(roots.reshape(-1).view(np.uint8))
         distance = np.abs(own.astype(np.float64) - roots.astype(np.float64)).max()
         is_rounding = bool(distance <= _ROUNDING * np.abs(roots.astype(np.float64)).max())
-        if all(team.allgather_object(is_rounding, "embeddings on GPUs")):
+        if all(team.allgather_object(is_rounding, call)):
             backend.assign(shared[index], roots)
