@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from in_process import run
 
+from keras_hpc import _native
+from keras_hpc.job.plan import TensorSpec
 from keras_hpc.job.team import Team
 from keras_hpc.job.virtual import CHUNK, TreeSum, Virtual, allreduce, whole_branches
 
@@ -30,12 +32,12 @@ def part(number, length):
     return (random.standard_normal(length) * 10.0 ** random.integers(-6, 6, length)).astype("float32")
 
 
-def in_tree_order(first, end, length):
+def in_tree_order(first, end, length, part=part):
     """The same sum, written down as the tree is defined."""
     if end - first == 1:
         return part(first, length)
     middle = first + max(2**k for k in range(8) if 2**k < end - first)
-    return in_tree_order(first, middle, length) + in_tree_order(middle, end, length)
+    return in_tree_order(first, middle, length, part) + in_tree_order(middle, end, length, part)
 
 
 @pytest.mark.parametrize("length", [LENGTH, 3, 0])
@@ -55,6 +57,53 @@ def test_any_number_of_ranks_gets_the_bits_of_the_tree(parts, length):
     for places in PLACES:
         for rank, got in enumerate(run(places, work)):
             assert got.tobytes() == expected.tobytes(), f"{places}, rank {rank}"
+
+
+WEIGHTS = [0.3, 0.7, 0.0, 1.1, 0.2, 0.5, 0.9, 0.4, 0.6]
+
+
+def weighted(number, length):
+    """One with a weight of 0 is zeros, whatever it holds."""
+    weight = np.float32(WEIGHTS[number])
+    return part(number, length) * weight if weight else np.zeros(length, "float32")
+
+
+@pytest.mark.parametrize("in_segment", [False, True])
+@pytest.mark.parametrize(
+    "places", [*([0] * n for n in (2, 3, 4, 7)), [0, 1], [0, 0, 1], [0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 2, 3, 4]], ids=str
+)
+def test_a_plan_adds_up_in_the_order_of_the_tree(places, in_segment):
+    """Of one part a rank: a few numbers, which every rank adds up for itself, and many, which owners do."""
+    lengths = [5, 100_003]
+
+    def work(native, rank):
+        team = Team(0, native, range(len(places)))
+        specs = [TensorSpec(str(length), (length,), "float32") for length in lengths]
+        plan = team.plan("tree", specs, op="sum", in_segment=in_segment, in_tree=True)
+        results = []
+        for _ in range(2):
+            arrays = [part(rank, n) if WEIGHTS[rank] else np.full(n, np.nan, "float32") for n in lengths]
+            for tensor, array in enumerate(arrays):
+                plan.start(tensor, array, WEIGHTS[rank])
+            plan.wait_all()
+            results += [plan.array(tensor).copy() for tensor in range(2)] if in_segment else arrays
+        return results
+
+    expected = [in_tree_order(0, len(places), length, weighted) for length in lengths] * 2
+    for rank, found in enumerate(run(places, work)):
+        for got, wanted in zip(found, expected, strict=True):
+            assert got.tobytes() == wanted.tobytes(), f"rank {rank}"
+
+
+@pytest.mark.parametrize("places", [[0, 1, 0, 1], [0, 1, 1], [0, 0, 0, 1, 1, 1]], ids=str)
+def test_a_plan_cannot_where_nodes_have_no_branches(places):
+    def work(native, rank):
+        team = Team(0, native, range(len(places)))
+        assert not team.adds_in_tree
+        with pytest.raises(_native.Error, match="branches of the tree"):
+            team.plan("tree", [TensorSpec("x", (3,), "float32")], op="sum", in_tree=True)
+
+    run(places, work)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -67,13 +67,14 @@ class Plan:
         wire_dtype: str | None,
         in_segment: bool,
         pipelined: bool,
+        in_tree: bool,
     ) -> None:
         buckets = team.bucket_bytes or 0
         specs = [(t.name, t.dtype, math.prod(t.shape)) for t in tensors]
         givers = [t.giver for t in tensors if t.giver is not None]
         takers = [list(t.takers) for t in tensors] if any(t.takers for t in tensors) else []
         self._native = team.native.plan(
-            key, specs, op, weighted, wire_dtype or "", in_segment, pipelined, buckets, givers, takers
+            key, specs, op, weighted, wire_dtype or "", in_segment, pipelined, buckets, givers, takers, in_tree
         )
         self.name = key
         self.id: int = self._native.id

@@ -27,6 +27,7 @@ class Team:
         size: number of ranks.
         ranks: the ranks of the job that belong to it.
         node_count: number of nodes.
+        adds_in_tree: whether each node has a branch of a tree over the ranks, so that plans can add up in its order.
         options: what it was made with: `threads`, `timeout_seconds`, `stall_seconds`.
         comm: the communicator of a team of some of the ranks, else None.
         world: its ranks and their nodes.
@@ -49,6 +50,7 @@ class Team:
         self.rank: int = native.rank
         self.size: int = native.size
         self.node_count: int = native.node_count
+        self.adds_in_tree: bool = native.nodes_are_branches
         self.ranks = tuple(ranks)
         self.options: dict[str, Any] = {}
         self.comm: Any = None
@@ -75,6 +77,7 @@ class Team:
         in_segment: bool = False,
         pipelined: bool = False,
         device: int | None = None,
+        in_tree: bool = False,
     ) -> Plan:
         """Return the plan for these tensors. Collective at the first call with these arguments.
 
@@ -88,16 +91,18 @@ class Team:
             in_segment: the tensors live in memory that the ranks of a node share (`Plan.array`).
             pipelined: steps may get the average of the step before; see native/engine/pipeline.hpp.
             device: of a plan in the segment or pipelined, the number of the GPU that has the tensors; -1: none has all.
+            in_tree: of a sum of float32 and float64, multiply each rank's values by its weight, and add them in the
+                order of a tree over the ranks (job/virtual.py). Where `adds_in_tree`.
 
         Raises:
             PlanMismatchError: ranks ask for different tensors, or some have them on a GPU and some on the host.
         """
         device = self.device if device is None else device
         in_segment = in_segment or (self.device is not None and not pipelined)
-        signature = (key, tuple(tensors), op, weighted, wire_dtype, in_segment, pipelined)
+        signature = (key, tuple(tensors), op, weighted, wire_dtype, in_segment, pipelined, in_tree)
         if signature not in self._plans:
             self._settle()
-            plan = self._plans[signature] = Plan(self, key, tensors, op, weighted, wire_dtype, in_segment, pipelined)
+            plan = self._plans[signature] = Plan(self, *signature)
             if device is not None:
                 open_device(plan, device)
         return self._plans[signature]

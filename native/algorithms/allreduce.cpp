@@ -164,7 +164,10 @@ void Allreduce::take(const Step& step) {
       parts_.push_back(place);
       place += bytes_of(begin, begin + count);
     }
-    wire_.combine(b_.op, at(begin), parts_, mine, count);
+    if (b_.in_tree)
+      wire_.sum_in_tree(at(begin), parts_, mine, count);
+    else
+      wire_.combine(b_.op, at(begin), parts_, mine, count);
     if (b_.rider != nullptr && begin + count == b_.count) add_riders(count, mine);
   }
 }

@@ -66,6 +66,8 @@ struct AllreduceBuffer {
   // A number that is summed up beside the elements, in the same messages; or none. There is memory for it behind the
   // data. Not with Algorithm::library, nor where values are rounded, nor where not all ranks need, or give, all.
   double* rider = nullptr;
+  // Whether each rank's elements are added in the order of a tree (algorithms/kernels.hpp). With Algorithm::pairwise.
+  bool in_tree = false;
 };
 
 enum class Progress { none, some, done };

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -155,6 +156,34 @@ KHPC_INLINE void reduce_as(const Source* sources, size_t n, bool weighted, doubl
   }
 }
 
+// As a binary counter carries: behind source s, as many branches end as its number ends with ones.
+template <class T>
+KHPC_INLINE void sum_in_tree_as(const Source* sources, size_t n, void* const* outs, size_t n_outs, size_t count) {
+  constexpr size_t block = 512;  // elements; all sums stay in the first-level cache
+  constexpr size_t levels = 33;  // more than any number of sources has
+  static thread_local std::vector<T> memory(levels * block);
+  for (size_t begin = 0; begin < count; begin += block) {
+    const size_t m = std::min(block, count - begin);
+    T* top = memory.data();  // behind the sums of branches that wait for later ones
+    const auto merge = [&]() __attribute__((always_inline)) {
+      top -= block;
+      for (size_t i = 0; i < m; ++i) top[i - block] += top[i];
+    };
+    for (size_t s = 0; s < n; ++s) {
+      const T* x = static_cast<const T*>(sources[s].data) + begin;
+      const T factor = static_cast<T>(sources[s].factor);
+      if (factor == 0)
+        std::fill(top, top + m, T{});
+      else
+        for (size_t i = 0; i < m; ++i) top[i] = x[i] * factor;
+      top += block;
+      for (size_t ones = s; ones & 1; ones >>= 1) merge();
+    }
+    while (top > memory.data() + block) merge();
+    for (size_t o = 0; o < n_outs; ++o) std::memcpy(static_cast<T*>(outs[o]) + begin, memory.data(), m * sizeof(T));
+  }
+}
+
 // Calls f with a value of the element type and a compile-time Op.
 template <class F>
 KHPC_INLINE void dispatch(DType dtype, Op op, F&& f) {
@@ -224,6 +253,17 @@ KHPC_CLONES void reduce(DType dtype, Op op, const Source* sources, size_t n_sour
   dispatch(dtype, op, [&](auto element, auto which) __attribute__((always_inline)) {
     reduce_as<decltype(element), decltype(which)::value>(sources, n_sources, weighted, scale, outs, n_outs, count);
   });
+}
+
+KHPC_CLONES void sum_in_tree(DType dtype, const Source* sources, size_t n_sources, void* const* outs, size_t n_outs,
+                             size_t count) {
+  const PlainArithmetic plain;
+  if (dtype == DType::float32)
+    sum_in_tree_as<float>(sources, n_sources, outs, n_outs, count);
+  else if (dtype == DType::float64)
+    sum_in_tree_as<double>(sources, n_sources, outs, n_outs, count);
+  else
+    throw Error("Expected float32 or float64 for a sum in the order of a tree.");
 }
 
 KHPC_CLONES void to_16_bits(DType dtype, const float* from, void* to, size_t count) {

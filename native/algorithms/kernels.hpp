@@ -20,6 +20,11 @@ struct Source {
 void reduce(DType dtype, Op op, const Source* sources, size_t n_sources, bool weighted, double scale, void* const* outs,
             size_t n_outs, size_t count);
 
+// out[i] = the sum of sources[s][i] * factor, in the order of a tree: sources [first, end) are the sum of those before
+// and behind the largest power of two that is less than their number. So neighbours that are a branch may be added up
+// before, wherever that is. A factor of 0 makes a source zeros, whatever it holds. float32 and float64.
+void sum_in_tree(DType dtype, const Source* sources, size_t n_sources, void* const* outs, size_t n_outs, size_t count);
+
 // Fills memory with what a sum can take without a change of any bit: -0.0, since -0.0 + 0.0 is 0.0; of integers 0.
 void fill_neutral(DType dtype, void* to, size_t nbytes);
 

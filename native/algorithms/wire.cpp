@@ -24,6 +24,12 @@ void Wire::decode(const void* received, void* data, size_t count) const {
   from_16_bits(wire_, received, static_cast<float*>(data), count);
 }
 
+void Wire::sum_in_tree(void* data, const std::vector<const void*>& received, size_t mine, size_t count) {
+  sources_.resize(received.size() + 1);
+  for (size_t i = 0; i < sources_.size(); ++i) sources_[i] = {i == mine ? data : received[i - (i > mine)], 1.0};
+  keras_hpc::sum_in_tree(data_, sources_.data(), sources_.size(), &data, 1, count);
+}
+
 void Wire::combine(Op op, void* data, const std::vector<const void*>& received, size_t mine, size_t count) {
   const size_t n = received.size() + 1;
   sources_.resize(n);

@@ -18,6 +18,8 @@ class Wire {
   void decode(const void* received, void* data, size_t count) const;
   // data = sum of `received`, in their order, with the data themselves at place `mine`.
   void combine(Op op, void* data, const std::vector<const void*>& received, size_t mine, size_t count);
+  // The same sum in the order of a tree (algorithms/kernels.hpp). Where nothing is rounded.
+  void sum_in_tree(void* data, const std::vector<const void*>& received, size_t mine, size_t count);
 
  private:
   DType data_ = DType::float32;

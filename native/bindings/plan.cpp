@@ -9,14 +9,16 @@ namespace keras_hpc {
 
 PyPlan make_plan(const PyTeam& owner, const std::string& name, const std::vector<Spec>& tensors, const std::string& op,
                  bool weighted, const std::string& wire, bool in_segment, bool pipelined, size_t bucket_bytes,
-                 const std::vector<int>& givers, const std::vector<std::vector<std::pair<int64_t, int>>>& takers) {
+                 const std::vector<int>& givers, const std::vector<std::vector<std::pair<int64_t, int>>>& takers,
+                 bool in_tree) {
   std::vector<TensorSpec> specs;
   for (const auto& [tensor, dtype, count] : tensors) {
     if (count < 0) throw nb::value_error("A tensor has 0 elements or more.");
     specs.push_back({tensor, parse_dtype(dtype), count});
   }
   const auto team = owner.get();
-  PlanOptions options{parse_op(op), weighted, parse_wire(wire), in_segment || pipelined, bucket_bytes, givers, {}};
+  PlanOptions options{parse_op(op), weighted, parse_wire(wire), in_segment || pipelined,
+                      bucket_bytes, in_tree,  givers,           {}};
   if (pipelined && !takers.empty()) throw nb::value_error("All ranks need all of a pipelined plan.");
   for (const auto& of_tensor : takers) {
     Shares& shares = options.takers.emplace_back();

@@ -77,7 +77,8 @@ using Spec = std::tuple<std::string, std::string, int64_t>;
 
 PyPlan make_plan(const PyTeam& owner, const std::string& name, const std::vector<Spec>& tensors, const std::string& op,
                  bool weighted, const std::string& wire, bool in_segment, bool pipelined, size_t bucket_bytes,
-                 const std::vector<int>& givers, const std::vector<std::vector<std::pair<int64_t, int>>>& takers);
+                 const std::vector<int>& givers, const std::vector<std::vector<std::pair<int64_t, int>>>& takers,
+                 bool in_tree);
 
 nb::class_<PyPlan> bind_plan(nb::module_& m);
 

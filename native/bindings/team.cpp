@@ -108,10 +108,14 @@ void bind_team(nb::module_& m) {
       .def_prop_ro("rank", [](const PyTeam& team) { return team.get()->topology().rank; })
       .def_prop_ro("size", [](const PyTeam& team) { return team.get()->topology().size; })
       .def_prop_ro("node_count", [](const PyTeam& team) { return team.get()->topology().node_count; })
+      .def_prop_ro(
+          "nodes_are_branches", [](const PyTeam& team) { return team.get()->topology().nodes_are_branches(); },
+          "Whether plans can add up in the order of a tree.")
       .def_prop_ro("threads", [](const PyTeam& team) { return team.get()->threads(); })
       .def("plan", &make_plan, "name"_a, "tensors"_a, "op"_a, "weighted"_a, "wire_dtype"_a = "", "in_segment"_a = false,
            "pipelined"_a = false, "bucket_bytes"_a = 0, "givers"_a = std::vector<int>(),
-           "takers"_a = std::vector<std::vector<std::pair<int64_t, int>>>(), nb::keep_alive<0, 1>(),
+           "takers"_a = std::vector<std::vector<std::pair<int64_t, int>>>(), "in_tree"_a = false,
+           nb::keep_alive<0, 1>(),
            "Collective: a plan for tensors (name, dtype, count); of a sum, perhaps the rank that alone gives each; or "
            "for "
            "each the ranks that alone need its elements: up to (end, rank) of one after the other.")

@@ -20,7 +20,6 @@ static_assert(kTagBlocks * LaneNetwork::kTags <= 32767);
 // slower for less, and faster for 100 MB inside of a training step; measured on Intel Sapphire Rapids.)
 constexpr size_t kStreamedBytes = 32 << 20;
 constexpr size_t kFewBytes = 128 << 10;
-constexpr size_t kFewBytesOfSlice = 16 << 10;
 
 // Of float16 a sum that has not been divided yet may be too large.
 bool has_float16(const std::vector<TensorSpec>& tensors, std::optional<DType> wire) {
@@ -69,6 +68,7 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
       tensors_(std::move(tensors)),
       op_(options.op),
       weighted_(options.weighted && op_ == Op::mean),
+      in_tree_(options.in_tree),
       wire_(options.wire),
       givers_(options.givers),
       divides_late_(weighted_ && topology_.node_count > 1 && !has_float16(tensors_, wire_)),
@@ -86,6 +86,7 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
       unstarted_(layout_.buckets().size()),
       lanes_(at(lanes)) {
   if (!givers_.empty()) layout_.alternate_owners();
+  if (in_tree_) check_tree(options);
   for (int t = 0; t < layout_.tensor_count(); ++t) tensor_bytes_ += layout_.range(t).size();
   if (tensor_bytes_ > kStreamedBytes) copy_tensor_ = copy_streaming;
   for (const TensorSpec& tensor : tensors_)
@@ -99,7 +100,7 @@ Plan::Plan(const TeamContext& team, int number, std::string name, std::vector<Te
   if (topology_.size == 1 && !in_segment_) return;  // the result is the tensor
   if (topology_.node_count > 1)
     for (const Bucket& bucket : layout_.buckets())
-      algorithms_.push_back(algorithm_for((bucket.end - bucket.begin) / at(owners_)));
+      algorithms_.push_back(in_tree_ ? Algorithm::pairwise : algorithm_for((bucket.end - bucket.begin) / at(owners_)));
   for (const Bucket& bucket : layout_.buckets()) largest_bucket_ = std::max(largest_bucket_, bucket.end - bucket.begin);
   for (int lane = 0; lane < lanes; ++lane) {
     lanes_[at(lane)].number = lane;
@@ -261,7 +262,9 @@ void Plan::set_out(const Turn& turn, LaneState& lane) {
                                   wire_.value_or(bucket.dtype),
                                   op_,
                                   in_segment_ ? std::shared_ptr<void>(lane.sums) : memory_->segment(),
-                                  how_between_nodes(mine, bucket.dtype)};
+                                  how_between_nodes(mine, bucket.dtype),
+                                  nullptr,
+                                  in_tree_};
   if (carries_weight(turn))
     lane.network->begin_with_weight(turn.number, algorithms_[at(turn.index)], buffer, lane.weight_of_node);
   else
@@ -320,71 +323,6 @@ Range Plan::slice(const Turn& turn, int owner) const {
   const Bucket& bucket = turn.bucket;
   if (bucket.owner >= 0) return owner == bucket.owner ? whole(turn) : Range{bucket.begin, bucket.begin};
   return Layout::slice(bucket, owner, owners_);
-}
-
-// Whether the weight travels in the messages of this bucket, the first of an execution, and not in one of its own: for
-// few bytes, each message counts. It lies where the slice of another owner would.
-bool Plan::carries_weight(const Turn& turn) const {
-  const Bucket& bucket = turn.bucket;
-  const bool is_rounded = wire_ && bucket.dtype == DType::float32;
-  return divides_late_ && bucket.number == 0 && owners_ == 1 && bucket.end - bucket.begin <= kFewBytesOfSlice &&
-         algorithms_[at(turn.index)] != Algorithm::library && !is_rounded && flow_ == Flow::to_all;
-}
-
-// How much the ranks of this node count in an execution. The sum over all nodes comes with its first bucket or in one
-// small message, and only float16 waits for it.
-bool Plan::know_weights(const Turn& turn, LaneState& lane) {
-  const uint64_t step = turn.number / layout_.buckets_of_lane(lane.number).size() + 1;
-  const bool asks_others = weighted_ && topology_.node_count > 1;
-  if (lane.weights_step != step) {
-    lane.of_rank.clear();
-    lane.weight_of_node = 0;
-    for (int r = 0; r < topology_.local_size(); ++r) {
-      lane.of_rank.push_back(weighted_ ? memory_->weight_of(r, step) : 1.0);
-      lane.weight_of_node += lane.of_rank.back();
-    }
-    lane.weights_step = step;
-    if (asks_others && !carries_weight(turn)) lane.network->begin_weight(lane.weight_of_node);
-    const double of_all = weighted_ ? lane.weight_of_node : topology_.size;
-    find_weights(lane.of_rank, op_ == Op::mean && !divides_late_ ? of_all : 1.0, lane.weights);
-  }
-  if (!asks_others || divides_late_) return true;
-  if (!lane.network->knows_weight()) return false;
-  find_weights(lane.of_rank, lane.network->weight(), lane.weights);
-  return true;
-}
-
-// Adds up this rank's slice, or all of a small bucket.
-void Plan::reduce(const Turn& turn, LaneState& lane) {
-  const int me = topology_.local_rank;
-  const bool alone = topology_.node_count == 1;
-  const bool small = memory_->is_small(turn.bucket);
-  const bool for_me = alone && !small && turn.bucket.owner == me;  // nobody else needs it
-  for_parts(turn, small ? whole(turn) : slice(turn, me), [&](int t, std::byte* mine, size_t offset, size_t nbytes) {
-    if (!givers_.empty()) {
-      gather(turn, t, mine, offset, nbytes, lane);
-      return;
-    }
-    lane.sources.clear();
-    lane.outs.clear();
-    for (int r = 0; r < topology_.local_size(); ++r) {
-      const double factor = lane.weights.weighted ? lane.weights.factors[at(r)] : 1.0;
-      std::byte* theirs = r == me ? mine : (small ? memory_->shown(turn, r) : memory_->sent(turn, me, r)) + offset;
-      if (in_segment_ && alone && !small && !for_me && r != me) lane.outs.push_back(theirs);
-      if (factor == 0.0) continue;  // has no samples in this step; its values may be NaN
-      lane.sources.push_back({theirs, factor});
-    }
-    // Across nodes, first only where the network takes it from.
-    if (!small && !for_me && (!in_segment_ || !alone)) lane.outs.push_back(sum_of(turn, lane) + offset);
-    if (alone) lane.outs.push_back(mine);
-    keras_hpc::reduce(turn.bucket.dtype, op_, lane.sources.data(), lane.sources.size(), lane.weights.weighted,
-                      lane.weights.scale, lane.outs.data(), lane.outs.size(), nbytes / size_of(turn.bucket.dtype));
-  });
-}
-
-std::byte* Plan::sum_of(const Turn& turn, const LaneState& lane) const {
-  if (lane.sums == nullptr) return memory_->result(turn, topology_.local_rank);
-  return lane.sums.get() + turn.number % LaneNetwork::kInFlight * sum_stride();
 }
 
 // ---- the rest

@@ -56,6 +56,9 @@ struct PlanOptions {
   std::optional<DType> wire = {};  // 16 bits to which float32 is rounded between nodes
   bool in_segment = false;         // the tensors live in Plan::memory(), to where start copies others
   size_t bucket_bytes = 0;         // at most; 0: what fits the nodes and their ranks
+  // A sum of each rank's values times its weight, in the order of a tree over the ranks (algorithms/kernels.hpp), so
+  // that its bits do not depend on nodes, of which each has a branch. float32 and float64.
+  bool in_tree = false;
   // Of a sum: the rank that alone gives each tensor, so that all get it as it is. Empty: every rank gives each.
   std::vector<int> givers = {};
   // Of a reduction: the ranks that alone need each tensor's elements. Others find any numbers there. Empty: all need
@@ -137,6 +140,7 @@ class Plan {
 
   enum class Phase : char { over, beginning, active };
 
+  void check_tree(const PlanOptions& options) const;
   void begin(double weight);
   bool next_is_started(const LaneState& lane) const;
   bool pack_next(LaneState& lane);
@@ -173,6 +177,7 @@ class Plan {
   const std::vector<TensorSpec> tensors_;
   const Op op_;
   const bool weighted_;
+  const bool in_tree_;
   const std::optional<DType> wire_;
   const std::vector<int> givers_;  // [tensor], or none
   const bool divides_late_;  // values travel multiplied by the ranks' weights, and are divided by their sum at the end

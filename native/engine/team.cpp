@@ -167,7 +167,7 @@ std::shared_ptr<Plan> Team::make_plan(const std::string& name, const std::vector
   std::vector<std::string> items;
   items.push_back(std::string(name_of(options.op)) + (options.weighted ? ", weighted" : "") +
                   (options.wire ? std::string(", sent as ") + name_of(*options.wire) : "") +
-                  (options.in_segment ? ", in the segment" : "") +
+                  (options.in_segment ? ", in the segment" : "") + (options.in_tree ? ", in the order of a tree" : "") +
                   (options.bucket_bytes > 0 ? ", buckets of " + std::to_string(options.bucket_bytes) + " bytes" : ""));
   for (size_t t = 0; t < tensors.size(); ++t) {
     std::string& item = items.emplace_back(tensors[t].name + ": " + std::to_string(tensors[t].count) + " x " +

@@ -34,6 +34,19 @@ Topology Topology::make(int rank, const std::vector<int>& node_of_rank) {
   return t;
 }
 
+bool Topology::nodes_are_branches() const {
+  const auto width = static_cast<int>(ranks_of_node[0].size());
+  for (int n = 0, first = 0; n < node_count; ++n) {
+    const std::vector<int>& ranks = ranks_of_node[static_cast<size_t>(n)];
+    const auto length = static_cast<int>(ranks.size());
+    if (ranks.front() != first || ranks.back() != first + length - 1) return false;  // they ascend
+    if (n + 1 < node_count && (length != width || (width & (width - 1)) != 0)) return false;
+    if (length > width) return false;
+    first += length;
+  }
+  return true;
+}
+
 std::vector<int> Topology::peers_of_slice(int slice) const {
   std::vector<int> peers;
   for (const auto& ranks : ranks_of_node) peers.push_back(ranks[static_cast<size_t>(slice)]);

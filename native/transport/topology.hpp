@@ -23,6 +23,8 @@ struct Topology {
 
   const std::vector<int>& local_ranks() const { return ranks_of_node[static_cast<size_t>(node)]; }
   int local_size() const { return static_cast<int>(local_ranks().size()); }
+  // Whether each node has one branch of the tree over all ranks that algorithms/kernels.hpp describes, in their order.
+  bool nodes_are_branches() const;
   // The owners of slice `slice` on all nodes, in node order.
   std::vector<int> peers_of_slice(int slice) const;
 };
