@@ -67,7 +67,7 @@ class Plan:
         wire_dtype: str | None,
         in_segment: bool,
         pipelined: bool,
-        in_tree: bool,
+        in_tree: bool = False,
     ) -> None:
         buckets = team.bucket_bytes or 0
         specs = [(t.name, t.dtype, math.prod(t.shape)) for t in tensors]

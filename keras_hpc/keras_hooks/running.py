@@ -30,6 +30,7 @@ class Step:
         share: what the loss was multiplied with before its gradients were taken; None: with nothing.
         offset: of a virtual rank, what its random seeds are folded with, a number or a scalar tensor; None: of a rank.
         part: the number of the virtual rank, where it is known.
+        weight: of a virtual rank, what its gradients are multiplied with where a plan adds them up; None: none does.
         twin: whether one other rank with the same samples is imagined, instead of asking the others.
         shares_states: whether what layers of the user's own keep becomes that of all ranks (layer_states.py).
         order: of the exchanges inside of models in parts.
@@ -44,6 +45,7 @@ class Step:
     share: Any = None
     offset: Any = None
     part: int | None = None
+    weight: float | None = None
     twin: bool = False
     shares_states: bool = False
     order: Order = dataclasses.field(default_factory=Order)

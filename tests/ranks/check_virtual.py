@@ -13,6 +13,7 @@ from checkpoint_cases import Stop, StopError
 from keras_cases import Parts, assert_close, enough_on
 
 import keras_hpc
+from keras_hpc.job import current
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (3,)}
 SOAK = {"tensorflow": (3, 4), "jax": (3, 4), "torch": (4,)}
@@ -75,11 +76,11 @@ def assert_alike(results):
     assert all(result == everyone[0][0] for of_rank in everyone for result in of_rank), everyone
 
 
-def same_bits(train, **options):
+def same_bits(train, virtual=VIRTUAL, **options):
     """Trains with virtual ranks on several numbers of ranks; what `train` returns must be the same."""
     results = []
     for arguments in jobs():
-        keras_hpc.init(**arguments, virtual_ranks=VIRTUAL, **options)
+        keras_hpc.init(**arguments, virtual_ranks=virtual, **options)
         results.append(train())
     assert_alike(results)
     return results[0]
@@ -94,6 +95,30 @@ def test_arrays_with_a_tail_and_validation():
         return digest(model), history, model.evaluate(X, Y, batch_size=3, verbose=0)
 
     same_bits(train)
+
+
+def test_one_part_a_rank():
+    """Where a plan adds gradients up while others are computed. In the last step some parts have no samples."""
+    tokens = np.random.default_rng(1).integers(0, 50, (50, 6)).astype("int32")
+
+    def train():
+        layers = [
+            keras.layers.Embedding(50, 4),
+            keras.layers.Conv1D(8, 3, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Flatten(),
+            keras.layers.Dropout(0.2),
+            keras.layers.Dense(3, activation="softmax"),
+        ]
+        model = keras.Sequential([keras.Input((6,), dtype="int32"), *layers])
+        optimizer = keras.optimizers.SGD(0.05, gradient_accumulation_steps=2, global_clipnorm=1.0)
+        model.compile(optimizer, "sparse_categorical_crossentropy")
+        history = model.fit(tokens, Y[:50], **FIT).history
+        summed = current.job().teams[0].report()["steps"]
+        assert summed == (2 * -(-50 // (3 * world().size)) if keras_hpc.size() == world().size else 0)
+        return history, digest(model)
+
+    same_bits(train, virtual=world().size)
 
 
 @enough_on("torch")

@@ -77,7 +77,7 @@ def wrap(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if hooks is None:
             return step(batches)
         this = running.step()
-        hooks.weight = None if this is None else this.count
+        hooks.weight = None if this is None else this.count if this.weight is None else this.weight
         hooks.running = True
         try:
             return step(batches)
@@ -96,6 +96,9 @@ def wrap(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _starts_early(model: Any) -> bool:
     if model.optimizer is None or not model.trainable_variables or not current.active():
         return False
+    if current.job().virtual is not None:
+        this = running.step()
+        return this is not None and this.weight is not None
     return current.team_of(model.optimizer).schedule.kind == "synchronous" and not optimizer.accumulates(
         model.optimizer
     )

@@ -302,7 +302,9 @@ def plan_in_segment(optimizer: Any, gradients: Sequence[Any], variables: Sequenc
         specs = [_spec(index, gradients[index], variables, needed) for index in means]
         specs.append(TensorSpec("which of them came", (len(means),), "float32"))
         device = backends.current().device_of(variables or gradients)
-        plan = team.plan(key_of(optimizer), specs, wire_dtype=team.wire_dtype, in_segment=True, device=device)
+        in_tree = current.job().virtual is not None
+        ask = functools.partial(team.plan, key_of(optimizer), specs, in_segment=True, device=device)
+        plan = ask("sum", in_tree=True) if in_tree else ask(wire_dtype=team.wire_dtype)
         known[key] = plan, means
     return known[key]
 

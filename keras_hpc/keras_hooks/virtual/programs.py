@@ -8,6 +8,7 @@ would see other programs on other numbers of ranks.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,13 +16,33 @@ import keras
 import numpy as np
 
 from keras_hpc.keras_hooks import running
+from keras_hpc.keras_hooks.gradients import early_start
 from keras_hpc.keras_hooks.state import seeds
 from keras_hpc.keras_hooks.step import batch_size
+from keras_hpc.keras_hooks.virtual import sums
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One part of a global batch.
+
+    Args:
+        number: of the part.
+        total: samples of all parts.
+        share: the part's, of these; 0 if it has none, and is computed on zeros.
+        is_summed: whether its gradients become those of all parts.
+    """
+
+    number: int
+    total: int
+    share: float
+    is_summed: bool
+
 
 # A part's gradients (none in a test), its logs, and its new state.
 Results = tuple[list[Any], Any, list[Any]]
-# Given the model's state on JAX, data, the part, the number of samples of all parts, and the part's own state.
-Program = Callable[[Any, Any, int, int, list[Any]], Results]
+# Given the model's state on JAX, data, the part, and the part's own state.
+Program = Callable[[Any, Any, Part, list[Any]], Results]
 _STATEFUL = {
     "RandomUniform",
     "RandomUniformInt",
@@ -51,9 +72,12 @@ def of_part(model: Any, kind: str, key: str, made: Any) -> Program:
     """
     step = getattr(model, f"{kind}_step")
 
-    def described(data: Any, offset: Any, total: Any, part: int | None = None) -> running.Step:
+    def described(data: Any, offset: Any, total: Any, part: Part | None = None) -> running.Step:
         total = keras.ops.reshape(keras.ops.cast(total, "float32"), (1,))
-        return running.Step(model, key, True, batch_size(data), total=total, offset=offset, part=part)
+        this = running.Step(model, key, True, batch_size(data), total=total, offset=offset)
+        if part is not None:
+            this.part, this.weight = part.number, part.share if part.is_summed else None
+        return this
 
     if keras.backend.backend() == "tensorflow":
         return _on_tensorflow(model, step, described)
@@ -74,13 +98,15 @@ def _on_tensorflow(model: Any, step: Callable[..., Any], described: Callable[...
     programs: dict[Any, tuple[Any, list[bool]]] = {}
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def run(data: Any, offset: Any, total: Any, values: list[Any]) -> Results:
+    def run(data: Any, scalars: Sequence[Any], values: list[Any]) -> Results:
+        offset, total, share, is_summed = scalars
         own = own_variables(model)
         for variable, value in zip(own, values, strict=True):
             variable.assign(value)
         with running.running_step(described(data, offset, total)), running.trying() as applied:
             logs = step(data)
-        return _only(applied.gradients), logs, [tf.identity(variable.value) for variable in own]
+        gradients = sums.early(model, _only(applied.gradients), share, is_summed)
+        return gradients, logs, [tf.identity(variable.value) for variable in own]
 
     def program_for(data: Any, values: list[Any]) -> tuple[Any, list[bool]]:
         leaves = keras.tree.flatten(data)
@@ -96,28 +122,33 @@ def _on_tensorflow(model: Any, step: Callable[..., Any], described: Callable[...
             present: list[bool] = []
 
             @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-            def traced(tensors: list[Any], offset: Any, total: Any, values: list[Any]) -> Results:
+            def traced(tensors: list[Any], scalars: list[Any], values: list[Any]) -> Results:
                 given = iter(tensors)
                 filled = [None if leaf is None else next(given) for leaf in leaves]
-                gradients, logs, new = run(keras.tree.pack_sequence_as(data, filled), offset, total, values)
+                gradients, logs, new = run(keras.tree.pack_sequence_as(data, filled), scalars, values)
                 present[:] = [gradient is not None for gradient in gradients]
                 return [gradient for gradient in gradients if gradient is not None], logs, new
 
             shapes = [tf.TensorSpec(value.shape, value.dtype) for value in values]
-            scalar = [tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.float32)]
-            program = tf.function(traced).get_concrete_function(specs, *scalar, shapes)
+            scalars = [tf.TensorSpec([], dtype) for dtype in (tf.int32, tf.float32, tf.float64, tf.bool)]
+            program = tf.function(traced).get_concrete_function(specs, scalars, shapes)
             _refuse_stateful(program.graph.as_graph_def())
             programs[key] = program, present
         return programs[key]
 
-    def part(state: Any, data: Any, part: int, total: int, values: list[Any]) -> Results:
-        offset, of_all = tf.constant(seeds.offset(part), tf.int32), tf.constant(total, tf.float32)
+    def part(state: Any, data: Any, part: Part, values: list[Any]) -> Results:
+        scalars = [
+            tf.constant(seeds.offset(part.number), tf.int32),
+            tf.constant(part.total, tf.float32),
+            tf.constant(part.share, tf.float64),
+            tf.constant(part.is_summed),
+        ]
         if model.run_eagerly:
-            results: Results = run(data, offset, of_all, values)
+            results: Results = run(data, scalars, values)
             return results
         program, present = program_for(data, values)
         tensors = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-        found, logs, new = program(tensors, offset, of_all, list(values))
+        found, logs, new = program(tensors, scalars, list(values))
         gradients = iter(found)
         return [next(gradients) if there else None for there in present], logs, list(new)
 
@@ -138,20 +169,21 @@ def _refuse_stateful(graph: Any) -> None:
 def _on_jax(model: Any, step: Callable[..., Any], described: Callable[..., running.Step]) -> Program:
     import jax
 
-    def run(trainable: Any, optimizer: Any, values: Any, data: Any, offset: Any, total: Any) -> Any:
+    def run(trainable: Any, optimizer: Any, values: Any, data: Any, scalars: Any) -> Any:
+        offset, total, share, is_summed = scalars
         statistics = len(model.non_trainable_variables)
         own, metrics = values[:statistics], values[statistics:]
         state = (trainable, own, metrics) if optimizer is None else (trainable, own, optimizer, metrics)
         with running.running_step(described(data, offset, total)), running.trying() as applied:
             logs, new = step(state, data)
-        return _only(applied.gradients), logs, [*new[1], *new[-1]]
+        return sums.early(model, _only(applied.gradients), share, is_summed), logs, [*new[1], *new[-1]]
 
     program = jax.jit(run) if model.jit_compile and not model.run_eagerly else run
 
-    def part(state: Any, data: Any, part: int, total: int, values: list[Any]) -> Results:
+    def part(state: Any, data: Any, part: Part, values: list[Any]) -> Results:
         trainable, optimizer = state[0], state[2] if len(state) == 4 else None
-        offset, of_all = np.uint32(seeds.offset(part)), np.float32(total)
-        results: Results = program(trainable, optimizer, list(values), data, offset, of_all)
+        scalars = np.uint32(seeds.offset(part.number)), np.float32(part.total), np.float64(part.share), part.is_summed
+        results: Results = program(trainable, optimizer, list(values), data, scalars)
         return results
 
     return part
@@ -160,18 +192,20 @@ def _on_jax(model: Any, step: Callable[..., Any], described: Callable[..., runni
 def _on_torch(model: Any, made: Callable[..., Any], described: Callable[..., running.Step]) -> Program:
     import torch
 
-    def part(state: Any, data: Any, part: int, total: int, values: list[Any]) -> Results:
+    made = early_start.wrap(model, made)
+
+    def part(state: Any, data: Any, part: Part, values: list[Any]) -> Results:
         own = own_variables(model)
         for variable, value in zip(own, values, strict=True):
             variable.assign(value)
         # In memory that is aligned as all is, wherever the rows of a part are in an array.
         data = keras.tree.map_structure(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, data)
-        offset = seeds.offset(part)
-        with running.running_step(described(data, offset, total, part)), running.trying() as applied:
+        offset = seeds.offset(part.number)
+        with running.running_step(described(data, offset, part.total, part)), running.trying() as applied:
             with seeds.of_rank(model):
                 logs = made([data])
         new = [variable.value.detach().clone() for variable in own]
-        return _only(applied.gradients), logs, new
+        return sums.early(model, _only(applied.gradients), part.share, part.is_summed), logs, new
 
     return part
 

@@ -11,16 +11,14 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_hpc import backends
 from keras_hpc.job import current
-from keras_hpc.job.plan import dtype_of
-from keras_hpc.job.virtual import ALIGNMENT, TreeSum, Virtual, allreduce
+from keras_hpc.job.virtual import Virtual
 from keras_hpc.keras_hooks import building
 from keras_hpc.keras_hooks.state import layer_states
-from keras_hpc.keras_hooks.state.variables import seed_generators, standard_dtype
+from keras_hpc.keras_hooks.state.variables import seed_generators
 from keras_hpc.keras_hooks.step import own_state, zeros
 from keras_hpc.keras_hooks.trials import own_steps
-from keras_hpc.keras_hooks.virtual import programs
+from keras_hpc.keras_hooks.virtual import programs, sums
 from keras_hpc.keras_hooks.virtual.beginning import Beginning
 
 
@@ -118,22 +116,24 @@ def _run(
     total = np.array([sum(counts), *assigned], np.int64)
     team.allreduce(total, op="sum", what="the samples of all virtual ranks")
     virtual.states.forget(variable for variable, changed in zip(own, total[1:], strict=False) if changed)
-    gradients = _Gradients(virtual, int(total[0]), model.trainable_variables)
+    is_summed = update is not None and sums.are_early(model)
+    gradients = sums.Gradients(virtual, model.trainable_variables, is_summed)
     logs: Any = None
     values = at_first
     for part, batch, count in zip(virtual.mine, batches, counts, strict=True):
         beginning.again(part, virtual.mine)
         before = [virtual.states.get(part, v, value) for v, value in zip(own, at_first, strict=True)]
         data = batch if count else zeros(batch, building.fixed_batch(model) or 1)
+        given = programs.Part(part, int(total[0]), count / int(total[0]), is_summed)
         with beginning.watched():
-            found, new_logs, values = part_of(state, data, part, int(total[0]), before)
+            found, new_logs, values = part_of(state, data, given, before)
         logs = new_logs if count or logs is None else logs
         if count == 0:  # what zeros have done is forgotten, but not how far the seeds have come
             values = [old if id(v) in of_samples else new for v, new, old in zip(own, values, before, strict=True)]
         mine = [(v, value) for v, value in zip(own, values, strict=True) if id(v) not in seeds]
         virtual.states.put(part, [v for v, _ in mine], [value for _, value in mine])
         if update is not None:
-            gradients.add(part, found, count)
+            gradients.add(part, found, given.share)
     if update is not None:
         values = _together(virtual, team, layer_states.shared(model), own, at_first, values, counts)
     virtual.states.leave(own, values)
@@ -196,87 +196,3 @@ def _with_values(model: Any, state: Any, own: Sequence[Any], values: Sequence[An
         return None
     statistics = len(model.non_trainable_variables)
     return (state[0], list(values[:statistics]), *state[2:-1], list(values[statistics:]))
-
-
-class _Gradients:
-    """The mean of all parts' gradients, weighted by their samples.
-
-    Sums of 16-bit types are in float32. Behind them travels for each gradient how many parts have it: one that no part
-    has is none.
-
-    Args:
-        virtual: the parts.
-        total: samples of all parts.
-        variables: whose gradients they are.
-    """
-
-    def __init__(self, virtual: Virtual, total: int, variables: Sequence[Any]) -> None:
-        self._virtual, self._total = virtual, total
-        self._variables = variables
-        self._sparse: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}  # rows and values of each part
-        self._places: dict[str, list[tuple[int, int, int]]] = {}  # by dtype: variables, and where their gradients are
-        self._sizes: dict[str, int] = {}
-        self._sums: dict[str, TreeSum] = {}
-
-    def _begin(self, gradients: Sequence[Any]) -> None:
-        self._sparse = {i: [] for i, gradient in enumerate(gradients) if hasattr(gradient, "dense_shape")}
-        self._places, self._sizes = {"float32": []}, {"float32": 0}
-        for index, variable in enumerate(self._variables):
-            if index in self._sparse:
-                continue
-            dtype = "float64" if standard_dtype(variable) == "float64" else "float32"
-            start = self._sizes.get(dtype, 0)
-            end = start + int(np.prod(variable.shape))
-            self._places.setdefault(dtype, []).append((index, start, end))
-            self._sizes[dtype] = end + -end % (ALIGNMENT // np.dtype(dtype).itemsize)
-        self._sizes["float32"] += len(self._variables)
-        self._sums = {dtype: TreeSum(self._virtual.count) for dtype in self._sizes}
-
-    def add(self, part: int, gradients: Sequence[Any], count: int) -> None:
-        """Add a part's gradients. In the order of the parts."""
-        if not self._sums:
-            self._begin(gradients)
-        view = backends.current().view
-        weight = count / self._total
-        for dtype, fold in self._sums.items():
-            leaf = fold.begin(part, self._sizes[dtype], dtype)
-            for index, start, end in self._places[dtype]:
-                leaf.clear(end, end + -end % (ALIGNMENT // leaf.array.itemsize))
-                if count == 0 or gradients[index] is None:
-                    leaf.clear(start, end)
-                else:
-                    leaf.write(start, view(gradients[index]).reshape(-1), weight)
-            if dtype == "float32":
-                there = np.array([count > 0 and gradient is not None for gradient in gradients], dtype)
-                leaf.write(self._sizes[dtype] - len(there), there, 1.0)
-            fold.end(part, leaf)
-        for index, found in self._sparse.items():
-            rows, values = view(gradients[index].indices), view(gradients[index].values)
-            kept = len(rows) if count else 0
-            found.append((rows[:kept].copy(), values[:kept] * values.dtype.type(weight)))
-
-    def mean(self, team: Any) -> list[Any]:
-        """Return the means, as the backend's tensors. Collective."""
-        adopt = backends.current().adopt
-        result: list[Any] = [None] * len(self._variables)
-        flats = {dtype: allreduce(self._virtual, team, fold.sums) for dtype, fold in self._sums.items()}
-        there = flats["float32"][-len(self._variables) :]
-        for dtype, flat in flats.items():
-            for index, start, end in self._places[dtype]:
-                if there[index]:
-                    variable = self._variables[index]
-                    array = flat[start:end].reshape(tuple(variable.shape))
-                    array = array.astype(dtype_of(standard_dtype(variable)), copy=False)
-                    result[index] = adopt(array)
-        for index, found in self._sparse.items():
-            result[index] = self._gathered(team, self._variables[index], found)
-        return result
-
-    def _gathered(self, team: Any, variable: Any, found: list[tuple[np.ndarray, np.ndarray]]) -> Any:
-        """Return a sparse gradient with the rows of all parts, in their order."""
-        import tensorflow as tf
-
-        rows, values = (np.concatenate([part[which] for part in found]) for which in (0, 1))
-        if team.size > 1:
-            rows, values = (team.allgather(a, "sparse gradients of virtual ranks") for a in (rows, values))
-        return tf.IndexedSlices(tf.constant(values), tf.constant(rows), tf.constant(list(variable.shape), tf.int64))
