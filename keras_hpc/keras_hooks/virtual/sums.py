@@ -58,10 +58,8 @@ def early(model: Any, gradients: Sequence[Any], share: Any, is_summed: Any) -> l
     # Backward computes the last variable's gradient first.
     order = [i for i in reversed(range(len(result))) if result[i] is not None and not is_sparse(result[i])]
     if order:
-        specs = [
-            TensorSpec(f"{i}: {plain_name(variables[i])}", tuple(variables[i].shape), standard_dtype(variables[i]))
-            for i in order
-        ]
+        dtypes = {i: keras.backend.standardize_dtype(gradients[i].dtype) for i in order}
+        specs = [TensorSpec(f"{i}: {plain_name(variables[i])}", tuple(variables[i].shape), dtypes[i]) for i in order]
         key = f"{optimizer.key_of(model.optimizer)}/tree"
         plan = current.team_of(model).plan(key, specs, op="sum", in_tree=are_early(model))
         found = backends.current().reduce(plan, [gradients[i] for i in order], share, is_summed)
