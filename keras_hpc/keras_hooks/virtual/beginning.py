@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 
 import keras
 import numpy as np
+import xxhash
 
 from keras_hpc import backends
+from keras_hpc.job.plan import bytes_of
 
 
 class Beginning:
@@ -22,6 +24,8 @@ class Beginning:
 
     Which weights are assigned, by whatever way, shows in the first step; of those that are assigned later only, Keras'
     `assign` tells, when it is called or traced. Of what else changes a weight later PyTorch tells afterwards: too late.
+    What nobody tells (`.data` of PyTorch, a raw `tf.Variable`) shows where the number of steps has doubled: then all
+    weights are looked at.
 
     Args:
         weights: all that are trained.
@@ -36,6 +40,7 @@ class Beginning:
         self._assigned = set(self._own)
         self._told: set[int] = set()
         self._is_known = False
+        self._steps = 0
 
     def again(self, part: int, parts: range) -> None:
         """Begin a part of a rank's parts."""
@@ -43,6 +48,7 @@ class Beginning:
             return
         backend = backends.current()
         if part == parts[0]:
+            self._steps += 1
             self._values = {key: backend.to_numpy(self._own[key]) for key in self._own if key in self._assigned}
             return
         if not self._is_known:
@@ -73,14 +79,20 @@ class Beginning:
                 raise RuntimeError(
                     "With init(virtual_ranks=) each part of a batch begins with the same weights. Expected `assign` of "
                     "Keras where a layer changes a weight, or a change in the first step, too. Received: a change in "
-                    f"place of `{self._own[key].path}`"
+                    f"place of `{self._own[key].path}`, seen in step {self._steps}"
                 )
 
-    def _changes(self) -> dict[int, int]:
-        """Return how often each weight was changed, once it is known which ones layers assign (PyTorch)."""
-        if not self._is_known or keras.backend.backend() != "torch":
+    def _changes(self) -> dict[int, Any]:
+        """Return what tells of changes of each weight that no layer is known to assign, once that is known."""
+        if not self._is_known:
             return {}
-        return {key: weight.value._version for key, weight in self._own.items()}
+        rest = {key: weight for key, weight in self._own.items() if key not in self._assigned}
+        if self._steps & (self._steps - 1) == 0:
+            view = backends.current().view
+            return {key: xxhash.xxh3_64_intdigest(bytes_of(np.asarray(view(w), order="C"))) for key, w in rest.items()}
+        if keras.backend.backend() == "torch":  # which counts them
+            return {key: weight.value._version for key, weight in rest.items()}
+        return {}
 
     def _before_assign(self, variable: Any) -> None:
         key = id(variable)
