@@ -89,7 +89,8 @@ class Beginning:
         rest = {key: weight for key, weight in self._own.items() if key not in self._assigned}
         if self._steps & (self._steps - 1) == 0:
             view = backends.current().view
-            return {key: xxhash.xxh3_64_intdigest(bytes_of(np.asarray(view(w), order="C"))) for key, w in rest.items()}
+            arrays = {key: np.asarray(view(weight), order="C") for key, weight in rest.items()}
+            return {key: xxhash.xxh3_64_intdigest(bytes_of(array).data) for key, array in arrays.items()}
         if keras.backend.backend() == "torch":  # which counts them
             return {key: weight.value._version for key, weight in rest.items()}
         return {}
