@@ -46,6 +46,13 @@ def jobs():
         comm.Free()
 
 
+class Unseeded(keras.layers.Layer):
+    """Draws from the generator that Keras has for all."""
+
+    def call(self, x, training=False):
+        return x + 0.1 * keras.random.normal(keras.ops.shape(x)) if training else x
+
+
 def network(optimizer=None, loss="sparse_categorical_crossentropy"):
     """Layers that draw random numbers, and that take statistics from data."""
     augment = keras.layers.RandomFlip() if TENSORFLOW else keras.layers.GaussianNoise(0.1)
@@ -53,6 +60,7 @@ def network(optimizer=None, loss="sparse_categorical_crossentropy"):
         [
             keras.Input((6, 6, 1)),
             augment,
+            *([] if keras.backend.backend() == "jax" else [Unseeded()]),
             keras.layers.Conv2D(2, 3, activation="relu"),
             keras.layers.BatchNormalization(),
             keras.layers.Dropout(0.3),

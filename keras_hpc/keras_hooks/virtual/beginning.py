@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What weights are at the beginning of a step, of those that a layer assigns, as spectral normalization its kernel.
 
-Each part begins with it. On JAX, Keras forgets what a layer assigns to weights.
+Each part begins with it, and with the same states of random generators that are no layer's, as the global one. On JAX,
+Keras forgets what a layer assigns to weights, and what such a generator has drawn.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import xxhash
 
 from keras_hpc import backends
 from keras_hpc.job.plan import bytes_of
+from keras_hpc.keras_hooks import running
+from keras_hpc.keras_hooks.state.variables import seed_generators
 
 
 class Beginning:
@@ -41,6 +44,8 @@ class Beginning:
         self._told: set[int] = set()
         self._is_known = False
         self._steps = 0
+        self._generators: dict[int, Any] = {}
+        self._seeds: dict[int, np.ndarray] = {}
 
     def again(self, part: int, parts: range) -> None:
         """Begin a part of a rank's parts."""
@@ -49,8 +54,11 @@ class Beginning:
         backend = backends.current()
         if part == parts[0]:
             self._steps += 1
+            self._seeds = {key: backend.to_numpy(one.state) for key, one in self._generators.items()}
             self._values = {key: backend.to_numpy(self._own[key]) for key in self._own if key in self._assigned}
             return
+        for key, seed in self._seeds.items():
+            backend.assign(self._generators[key].state, seed)
         if not self._is_known:
             now = {key: backend.to_numpy(self._own[key]) for key in self._values}
             changed = {key for key in now if now[key].tobytes() != self._values[key].tobytes()}
@@ -102,15 +110,29 @@ class Beginning:
         self._told.add(key)  # which a program that is traced once does in its first step
         if key not in self._assigned:
             self._assigned.add(key)
-            native = keras.backend.backend() == "tensorflow"  # where it may be traced
-            with backends.current().outside_programs() if native else contextlib.nullcontext():
-                self._values[key] = backends.current().to_numpy(variable)
+            self._values[key] = _value_now(variable)
+
+    def _before_draw(self, generator: Any) -> None:
+        step = running.step()
+        if id(generator) in self._generators or step is None or generator in seed_generators(step.model):
+            return
+        self._generators[id(generator)] = generator
+        self._seeds[id(generator)] = _value_now(generator.state)
+
+
+def _value_now(variable: Any) -> np.ndarray:
+    """Return what a variable holds, also where a program is traced."""
+    native = keras.backend.backend() == "tensorflow"
+    with backends.current().outside_programs() if native else contextlib.nullcontext():
+        found: np.ndarray = backends.current().to_numpy(variable)
+    return found
 
 
 def install(job: Any, patcher: Any) -> None:
-    """Hooks how variables are assigned."""
+    """Hooks how variables are assigned, and generators draw."""
     if job.virtual is not None and keras.backend.backend() != "jax":
         patcher.patch(keras.Variable, "assign", _assign)
+        patcher.patch(keras.random.SeedGenerator, "next", _next)
 
 
 def _assign(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,3 +143,13 @@ def _assign(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, value)
 
     return assign
+
+
+def _next(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def next_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if Beginning._watching is not None:
+            Beginning._watching._before_draw(self)
+        return original(self, *args, **kwargs)
+
+    return next_
