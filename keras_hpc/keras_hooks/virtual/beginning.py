@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ import xxhash
 
 from keras_hpc import backends
 from keras_hpc.job.plan import bytes_of
-from keras_hpc.keras_hooks import running
+from keras_hpc.keras_hooks import keras_private, running
 from keras_hpc.keras_hooks.state.variables import seed_generators
 
 
@@ -44,6 +45,10 @@ class Beginning:
         self._told: set[int] = set()
         self._is_known = False
         self._steps = 0
+        if keras.backend.backend() == "tensorflow":  # a variable that is made in a program has no value yet
+            state = random.getstate()
+            keras_private.get(keras_private.GLOBAL_SEED_GENERATOR_OF)()
+            random.setstate(state)
         self._generators: dict[int, Any] = {}
         self._seeds: dict[int, np.ndarray] = {}
 
