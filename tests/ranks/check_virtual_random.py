@@ -104,7 +104,7 @@ class Case:
             layer.trainable = self.pick(True, False)
         optimizer, self.settable = random_optimizers.make(self.draw, self.say, self.pick(*[False] * 4, True))
         losses, metrics = KINDS[self.kind]
-        options = {"metrics": [self.made(metrics)], "weighted_metrics": [self.made(metrics[:3])]}
+        options = {"metrics": [self.made(metrics)], "weighted_metrics": [self.made(metrics[:2])]}
         options["run_eagerly"] = BACKEND != "jax" and self.pick(*[False] * 4, True)
         model.compile(optimizer, self.made(losses), jit_compile=BACKEND == "jax", **options)
         return model
