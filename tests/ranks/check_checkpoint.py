@@ -203,3 +203,19 @@ def test_backup_and_restore_of_keras_goes_on_at_its_epoch(folder):
         assert np.abs(interrupted[0] - weights.before[0]).max() > 0
     assert_identical(model.get_weights())
     assert not os.path.exists(path)
+
+
+@enough_on()
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")  # as JAX says of each
+def test_variables_of_64_bits(folder):
+    """Of JAX they have values of 32 bits."""
+
+    def make():
+        keras.utils.set_random_seed(5)
+        layers = [keras.layers.Dense(9, dtype="float64"), keras.layers.Dense(3, "softmax", dtype="float64")]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        model.compile(keras.optimizers.Adam(0.02), "sparse_categorical_crossentropy")
+        return model
+
+    init = {"shard_optimizer": True}
+    resumed_equals_uninterrupted(folder, make, (5,), lambda: (X, Y), batch_size=BATCH, init=init)

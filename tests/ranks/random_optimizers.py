@@ -22,7 +22,7 @@ KINDS = {
 }
 
 SHARP = {
-    "Lion": lambda draw: {"beta_1": draw.choice([0.0, 0.9])},
+    "Lion": lambda draw: {"beta_1": draw.choice([0.5, 0.9])},
     "Muon": lambda draw: {"adam_lr_ratio": 0.5, "epsilon": 1e-2, "exclude_layers": ["out"]},
 }
 

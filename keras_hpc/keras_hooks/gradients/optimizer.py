@@ -317,7 +317,7 @@ def _replace(values: list[Any], indices: Sequence[int], new: Sequence[Any]) -> N
 def _spec(index: int, gradient: Any, variables: Sequence[Any], needed: Sequence[Any] | None = None) -> Any:
     owner = variables[index] if variables else gradient
     name = running.plain_name(owner) if variables else "accumulated gradient"
-    dtype = keras.backend.standardize_dtype((owner if gradient is None else gradient).dtype)
+    dtype = model_variables.standard_dtype(owner if gradient is None else gradient)
     return TensorSpec(f"{index}: {name}", tuple(owner.shape), dtype, takers=() if needed is None else needed[index])
 
 

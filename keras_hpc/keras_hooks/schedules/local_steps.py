@@ -206,7 +206,7 @@ def _is_float(value: Any) -> bool:
 
 def _specs(tensors: Sequence[Any]) -> list[TensorSpec]:
     return [
-        TensorSpec(f"{n}: {running.plain_name(t)}", tuple(t.shape), keras.backend.standardize_dtype(t.dtype))
+        TensorSpec(f"{n}: {running.plain_name(t)}", tuple(t.shape), model_variables.standard_dtype(t))
         for n, t in enumerate(tensors)
     ]
 

@@ -204,7 +204,7 @@ def gather(optimizer: Any, shards: Shards, positions: Sequence[int], due: Any = 
 def _spec(shards: Shards, index: int, piece: Piece) -> TensorSpec:
     variable = shards.variables[index]
     name = f"{index}: {running.plain_name(variable)} from {piece.start}"
-    return TensorSpec(name, piece.shape, keras.backend.standardize_dtype(variable.dtype), piece.rank)
+    return TensorSpec(name, piece.shape, model_variables.standard_dtype(variable), piece.rank)
 
 
 @contextlib.contextmanager

@@ -270,8 +270,13 @@ def check_same(team: Any, variables: Sequence[Any]) -> None:
 
 
 def standard_dtype(variable: Any) -> str:
-    """Return the name of a variable's dtype."""
-    return str(keras.backend.standardize_dtype(variable.dtype))
+    """Return the name of the dtype of a variable's, or a tensor's, values."""
+    found = str(keras.backend.standardize_dtype(variable.dtype))
+    if keras.backend.backend() == "jax":  # whose variables of 64 bits have values of 32, unless x64 is on
+        import jax
+
+        found = jax.dtypes.canonicalize_dtype(found).name
+    return found
 
 
 def value_of(variable: Any) -> Any:
