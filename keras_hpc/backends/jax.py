@@ -320,7 +320,7 @@ def _start_and_done(
         return _on_gpu(plan, tensors, weight, active, wait, list)
     buffers, earlier = _started(plan, tensors, weight, active)
     results = _call(_DONE, buffers, [*earlier, active], plan=plan)
-    jax_chain.note(results, weights)
+    jax_chain.note(results, weights, plan)
     return results
 
 
@@ -335,14 +335,15 @@ def _start_and_turn(plan: int, tensors: Sequence[Any], weight: Any, active: Any)
         return _on_gpu(plan, tensors, weight, active, wait, lambda tensors: [*tensors, jnp.int32(0)])
     buffers, earlier = _started(plan, tensors, weight, active)
     results = _call(_TURN, buffers, [active, *earlier], [updates], plan=plan)
-    jax_chain.note(results)
+    jax_chain.note(results, plan=plan)
     return results
 
 
 def _started(plan: int, tensors: Sequence[Any], weight: Any, active: Any) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return the buffers of a plan that is started, and what its end has to come after."""
     earlier = jax_chain.before()
-    others = [weight, active, *(earlier if jax_chain.programs_differ() else ())]
+    waits = jax_chain.programs_differ() or jax_chain.has_ended(plan)
+    others = [weight, active, *(earlier if waits else ())]
     return [_call(_START, [x], others, plan=plan, tensor=i)[0] for i, x in enumerate(tensors)], earlier
 
 

@@ -6,6 +6,9 @@ are others, as those of a rank that has fewer samples. Two ranks that each wait 
 started wait for ever. So plans of a program end in the order in which they were traced, on all ranks alike: each is
 complete only after the one before. Starts come when gradients exist, as ever.
 
+A plan that a program has several times, as of a critic that a step updates twice, starts after its own end before: a
+gradient that depends on no weight, as that of the last bias in a Wasserstein loss, exists at once.
+
 Where optimizers are sharded, ranks' programs differ: a rank that gives no weights could wait for those of others before
 it starts what these wait for. There each plan starts after the one before is complete.
 
@@ -28,11 +31,12 @@ _DEPTH = 4  # of programs inside of programs
 
 
 class _Plan(NamedTuple):
-    """The last plan of a program: an element that it has reduced, and whether it gathers weights."""
+    """The last plan of a program: an element that it has reduced, whether it gathers weights; and all of its plans."""
 
     trace: Any  # of the program
     result: Any
     weights: bool
+    ended: frozenset[int]
 
 
 class _Last(threading.local):
@@ -64,12 +68,20 @@ def before() -> list[jax.Array]:
     return [plan.result for plan in reversed(_last.plans) if plan.trace in programs][:1]
 
 
-def note(reduced: Sequence[jax.Array], weights: bool = False) -> None:
+def has_ended(plan: int) -> bool:
+    """Return whether a plan has been in the program that is being made, or around it, before."""
+    now = core.trace_ctx.trace
+    programs = [now, *_around(now)]
+    return any(plan in last.ended for last in _last.plans if last.trace in programs)
+
+
+def note(reduced: Sequence[jax.Array], weights: bool = False, plan: int | None = None) -> None:
     """Let the next plan come after the one that has these results.
 
     Args:
         reduced: of the plan, or of a program with it inside.
         weights: whether it gathers weights.
+        plan: its number, where it is one of tensors.
     """
     # XLA forgets where arrays without elements come from. A gradient is not asked for.
     some = next((x for x in reduced if x.size), None)
@@ -77,9 +89,11 @@ def note(reduced: Sequence[jax.Array], weights: bool = False) -> None:
         return
     result = jax.lax.stop_gradient(some.reshape(-1)[:1])
     trace = getattr(result, "_trace", core.trace_ctx.trace)  # which of a differentiated program is that around it
-    for plan in [plan for plan in _last.plans if plan.trace is trace]:
-        _last.plans.remove(plan)
-    _last.plans.append(_Plan(trace, result, weights and programs_differ()))
+    ended = frozenset() if plan is None else frozenset([plan])
+    for last in [last for last in _last.plans if last.trace is trace]:
+        _last.plans.remove(last)
+        ended |= last.ended
+    _last.plans.append(_Plan(trace, result, weights and programs_differ(), ended))
 
 
 def programs_differ() -> bool:

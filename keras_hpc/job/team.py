@@ -41,6 +41,7 @@ class Team:
         device: the GPU that has the tensors of plans of which nothing else is said; None: they are on the host.
         parts: so many neighbouring ranks compute each sample together.
         settle: waits for the calls of compiled programs that still run beside Python; None where there are none.
+        after_meeting: called when all ranks have come to a call, with whatever they did before it; None: nothing.
     """
 
     def __init__(self, index: int, native: _native.Team, ranks: Sequence[int]) -> None:
@@ -62,6 +63,7 @@ class Team:
         self.report_every: int | None = None
         self.selection_key = ""
         self.settle: Callable[[], object] | None = None
+        self.after_meeting: Callable[[], object] | None = None
         self.lacks_nccl: set[str] = set()
         self.device: int | None = None
         self.parts = 1
@@ -125,6 +127,7 @@ class Team:
         """
         self._settle()
         self.native.allreduce(bytes_of(array), name_of(array.dtype), op, what=what, shape=array.shape)
+        self._have_met()
 
     def allreduce_on(
         self, device: int, address: int, shape: Sequence[int], dtype: str, op: str, what: str, stream: int
@@ -257,6 +260,7 @@ class Team:
         """
         self._settle()
         self.native.agree("", [_line(f"{what}: {details}" if details else what)])
+        self._have_met()
 
     @contextlib.contextmanager
     def telling(self, what: str) -> Iterator[None]:
@@ -288,6 +292,7 @@ class Team:
         """Wait until all ranks are here. Collective."""
         self._settle()
         self.native.barrier()
+        self._have_met()
 
     def retire(self, gone: Sequence[str]) -> None:
         """Frees the plans of models and optimizers that are gone on all ranks. Collective.
@@ -304,6 +309,10 @@ class Team:
     def _settle(self) -> None:
         if self.settle is not None:
             self.settle()
+
+    def _have_met(self) -> None:
+        if self.after_meeting is not None:
+            self.after_meeting()
 
     @property
     def replica(self) -> int:

@@ -3,7 +3,8 @@
 
 `model.save` is not collective: one rank may save alone. So ranks do not ask each other but the folder: the first that
 comes to write makes a mark there, writes beside the file and puts the whole file in its place; the others find the
-mark and wait until it says so. A mark is for the n-th time that a rank saves to this path, with these weights.
+mark and wait until it says so. A mark is for the n-th time that a rank saves to this path, with these weights. It goes
+as soon as all ranks have come to a later call: scripts look into their folders for what they have saved.
 """
 
 from __future__ import annotations
@@ -98,9 +99,10 @@ class Marks:
             time.sleep(_POLL_SECONDS)
 
     def remove(self) -> None:
-        """Remove the marks. When all ranks leave."""
-        for mark in self._made.values():
-            mark.unlink(missing_ok=True)
+        """Remove the marks. When all ranks have come to what follows."""
+        while self._made:
+            with contextlib.suppress(OSError):  # a script may have done anything with its folder
+                self._made.popitem()[1].unlink()
 
 
 def install(job: Any, patcher: Any) -> None:
@@ -124,6 +126,7 @@ def begin(job: Any) -> None:
     """Give the job's marks a name that no other job has. Collective."""
     token = job.teams[0].allgather_object(secrets.token_hex(6), "keras_hpc.init()")[0] if job.size > 1 else ""
     job.marks = Marks(token, job.timeout_seconds)
+    job.teams[0].after_meeting = job.marks.remove
 
 
 def _saving(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

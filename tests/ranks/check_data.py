@@ -355,3 +355,20 @@ def test_an_endless_generator_goes_on_where_an_epoch_ended():
     model.fit(forever(), steps_per_epoch=3, epochs=2, verbose=0, callbacks=[Watch()])
     assert len(seen) == 6
     keras_hpc.check_replicas(model)
+
+
+def test_generators_are_read_no_further_than_used():
+    taken = []
+
+    def forever():
+        for number in itertools.count():
+            taken.append(number)
+            yield np.full((4, 2), number, "float32"), np.zeros((4, 1), "float32")
+
+    stream = forever()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.0), "mae")
+    model.fit(stream, steps_per_epoch=4, epochs=2, validation_data=stream, validation_steps=1, verbose=0)
+    model.predict(stream, steps=2, verbose=0)
+    time.sleep(0.2)  # for a prefetch, which would now read more
+    assert job().size == 1 or len(taken) == job().size * (8 + 2) + 2

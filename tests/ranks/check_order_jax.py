@@ -159,3 +159,32 @@ def test_each_plan_ends_after_the_one_before(make):
     assert len(set(plans)) == len(plans)
     for earlier, (plan, before) in zip(plans, found[1:], strict=False):
         assert earlier in before, f"plan {plan} of {plans} may end before plan {earlier}"
+
+
+def test_an_optimizer_updates_twice_in_a_program():
+    """The gradient of a Wasserstein critic's last bias depends on no weight, so it exists before the first update."""
+    import jax
+
+    critic = keras.Sequential([keras.Input((2,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(critic.trainable_variables)
+
+    def loss_of(trainable, x):
+        y, _ = critic.stateless_call(trainable, [], x)
+        return y.mean() - critic.stateless_call(trainable, [], 2 * x)[0].mean()
+
+    @jax.jit
+    def step(trainable, state, x):
+        for _ in range(3):
+            gradients = jax.grad(loss_of)(trainable, x)
+            trainable, state = optimizer.stateless_apply(state, gradients, trainable)
+        return trainable, state
+
+    x = np.random.default_rng(keras_hpc.rank()).normal(size=(8, 2)).astype("float32")
+    trainable = [v.value for v in critic.trainable_variables]
+    expected, everyone = trainable, keras_hpc.allgather(x)
+    trainable, _ = step(trainable, [v.value for v in optimizer.variables], x)
+    for _ in range(3):
+        expected = [w - 0.1 * g for w, g in zip(expected, jax.grad(loss_of)(expected, everyone), strict=True)]
+    for ours, theirs in zip(trainable, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import keras
+
+from keras_hpc.job import current
 from keras_hpc.keras_hooks import keras_private
 from keras_hpc.keras_hooks.data import rows
 from keras_hpc.keras_hooks.data.arrays import digest
@@ -14,6 +18,31 @@ from keras_hpc.keras_hooks.data.partition import Shard, deal
 
 _KerasAdapter = keras_private.adapter("generator_data_adapter:GeneratorDataAdapter")
 _PEEKED = 2  # steps, as many as Keras: what differs between them has no fixed size
+
+
+def install(job: Any, patcher: Any) -> None:
+    """Let ranks that share generators read of them as much as they use, and no more."""
+    if keras.backend.backend() == "tensorflow" and job.shard:
+        patcher.patch(_KerasAdapter, "get_tf_dataset", _as_far_as_used)
+
+
+def _as_far_as_used(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Drop the prefetch that Keras adds on TensorFlow.
+
+    How far it has read when a `fit` or an evaluation ends is chance. What is read later from the same generator, or
+    drawn from a generator of random numbers that it uses, would then be another thing on each rank.
+    """
+
+    @functools.wraps(original)
+    def get_tf_dataset(self: Any) -> Any:
+        dataset = original(self)
+        if not current.active():
+            return dataset
+        from keras_hpc.keras_hooks.data.tf_datasets import without_reading_ahead
+
+        return without_reading_ahead(dataset)
+
+    return get_tf_dataset
 
 
 class _Batches:

@@ -58,7 +58,7 @@ class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc, valid-type]
             first = _without_prefetch(part_of(dataset, self.shard))
         weighted = TFDatasetAdapter(first, class_weight=class_weight)._dataset
         usual: Any = self._dataset, self.turns
-        self._dataset, self.turns = _without_reading_ahead(weighted), 1
+        self._dataset, self.turns = without_reading_ahead(weighted), 1
         try:
             yield
         finally:
@@ -174,7 +174,7 @@ def _without_prefetch(dataset: Any) -> Any:
     return dataset
 
 
-def _without_reading_ahead(dataset: Any) -> Any:
+def without_reading_ahead(dataset: Any) -> Any:
     """Return a pipeline that ends without a prefetch, also without those that TensorFlow adds."""
     import tensorflow as tf
 

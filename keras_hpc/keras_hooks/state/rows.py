@@ -31,6 +31,7 @@ def gather(team: Any, gradient: Any, share: Any) -> Any:
     """Return a sparse gradient with the rows of all ranks, as one rank has it on the global batch. Collective.
 
     Adding up rows into a dense gradient instead would change Adam, which Keras gives every row of its own.
+    Rows that ranks look up alike, whatever their samples, are one on one rank: they are added up.
 
     Args:
         team: the `Team`.
@@ -42,7 +43,25 @@ def gather(team: Any, gradient: Any, share: Any) -> Any:
     kept = tf.where(share > 0, tf.shape(gradient.indices)[0], 0)
     values = gradient.values[:kept] * tf.cast(share, gradient.values.dtype)
     everyones = backends.current().allgather_rows
-    return tf.IndexedSlices(everyones(team, values), everyones(team, gradient.indices[:kept]), gradient.dense_shape)
+    count = gradient.indices.shape[0] or 0  # else their number depends on the batch
+    counts = everyones(team, tf.stack([[count, kept]]))[:, 0]
+    values, indices = everyones(team, values), everyones(team, gradient.indices[:kept])
+
+    def asked() -> Any:
+        return tf.reshape(indices, (-1, count))
+
+    # Ranks that look up the same, as positions: one rank has one row of each, for all samples.
+    alike = tf.cond(
+        tf.reduce_all(counts == counts[0]) & (counts[0] > 0),
+        lambda: tf.reduce_all(asked() == asked()[:1]),
+        lambda: False,
+    )
+    both = tf.cond(
+        alike,
+        lambda: (tf.reduce_sum(tf.reshape(values, (-1, count, *values.shape[1:])), axis=0), asked()[0]),
+        lambda: (values, indices),
+    )
+    return tf.IndexedSlices(*both, gradient.dense_shape)
 
 
 def align(model: Any, team: Any, call: str) -> None:
