@@ -34,6 +34,10 @@ void reduce(DType dtype, Op, const Source* sources, size_t n_sources, bool, doub
        rates.reduce_bytes_per_s);
 }
 
+void sum_in_tree(DType dtype, const Source* sources, size_t n_sources, void* const* outs, size_t n_outs, size_t count) {
+  reduce(dtype, Op::sum, sources, n_sources, false, 1.0, outs, n_outs, count);
+}
+
 void fill_neutral(DType, void*, size_t nbytes) {
   take(nbytes, rates.copy_bytes_per_s);
 }
