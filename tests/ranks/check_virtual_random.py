@@ -147,11 +147,14 @@ class Case:
             backup = keras.callbacks.BackupAndRestore
             given["callbacks"] = [callback for callback in drawn if not isinstance(callback, backup)]
             results += [model.fit(*args, **given).history, digest(model)]
-        return results, model.evaluate(self.x, self.y, batch_size=3, verbose=0)
+        evaluated = model.evaluate(self.x, self.y, batch_size=3, verbose=0)
+        # A NaN is equal to none, and its bits depend on the order of what is added.
+        return "diverged" if np.isnan(evaluated).any() else (results, evaluated)
 
 
 @pytest.mark.parametrize("seed", range(*map(int, SEEDS.split(":"))))
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # as Keras says of every generator
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")  # as JAX says of variables of 64 bits
 def test_a_training_at_random(seed):
     folder = world().bcast(tempfile.mkdtemp() if world().rank == 0 else "")
     case = None
