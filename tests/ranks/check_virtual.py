@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`init(virtual_ranks=)`: 1, 2 and 3 ranks end with the same bits, in one job: three ranks, then two beside one."""
 
-import hashlib
 import os
 import shutil
 import tempfile
@@ -11,13 +10,13 @@ import numpy as np
 import pytest
 from checkpoint_cases import Stop, StopError
 from keras_cases import Parts, assert_close, enough_on
+from virtual_cases import VIRTUAL, assert_alike, digest, jobs, same_bits, world
 
 import keras_hpc
 from keras_hpc.job import current
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (3,)}
 SOAK = {"tensorflow": (3, 4), "jax": (3, 4), "torch": (4,)}
-VIRTUAL = 8
 
 random = np.random.default_rng(7)
 X = random.normal(size=(53, 6, 6, 1)).astype("float32")
@@ -26,25 +25,6 @@ Y = np.argmax(X[:, 0, :3, 0] + 0.1 * random.normal(size=(53, 3)), axis=1).astype
 FIT = {"batch_size": 3, "epochs": 2, "verbose": 0}
 SOAKS = bool(os.environ.get("TESTS_SOAK"))
 TENSORFLOW = keras.backend.backend() == "tensorflow"
-
-
-def world():
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
-
-
-def jobs():
-    """Yields what `init` takes, in jobs of all ranks, and of all but the last one beside that one alone."""
-    keras_hpc.finalize()
-    for alone in (False, True):
-        comm = world().Split(int(alone and world().rank == world().size - 1), world().rank)
-        keras.utils.clear_session()
-        keras.utils.set_random_seed(3)
-        yield {"comm": comm, "device": "cpu"}
-        keras_hpc.finalize()
-        world().Barrier()
-        comm.Free()
 
 
 class Unseeded(keras.layers.Layer):
@@ -71,27 +51,6 @@ def network(optimizer=None, loss="sparse_categorical_crossentropy"):
     )
     model.compile(optimizer or keras.optimizers.Adam(0.02), loss, metrics=["accuracy"])
     return model
-
-
-def digest(model):
-    values = [keras.ops.convert_to_numpy(v) for v in (*model.variables, *model.optimizer.variables)]
-    return hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
-
-
-def assert_alike(results):
-    """Of all jobs, on all ranks of the world."""
-    everyone = world().allgather(results)
-    assert all(result == everyone[0][0] for of_rank in everyone for result in of_rank), everyone
-
-
-def same_bits(train, virtual=VIRTUAL, **options):
-    """Trains with virtual ranks on several numbers of ranks; what `train` returns must be the same."""
-    results = []
-    for arguments in jobs():
-        keras_hpc.init(**arguments, virtual_ranks=virtual, **options)
-        results.append(train())
-    assert_alike(results)
-    return results[0]
 
 
 @enough_on("jax", "torch")

@@ -13,10 +13,10 @@ import pytest
 import random_callbacks
 import random_networks
 import random_optimizers
-from check_virtual import digest, same_bits, world
 from keras import layers
 from keras_cases import Parts
 from random_steps import OwnMetrics, Spread
+from virtual_cases import digest, same_bits, world
 
 RANKS = {}
 SOAK = {"tensorflow": (3,), "jax": (3,), "torch": (4, 8)}

@@ -36,7 +36,7 @@ def function_of(model: Any, kind: str, made: Any) -> Callable[..., Any]:
     check(model, kind)
     reference = weakref.ref(model)  # which holds the function
     key = f"{current.job().known.key_of(model, 'model')}/{kind}"
-    held: list[tuple[Any, Any, Beginning]] = []
+    held: list[tuple[Any, Any, Beginning, bool]] = []
 
     def run(*arguments: Any) -> Any:
         owner: Any = reference()
@@ -45,7 +45,8 @@ def function_of(model: Any, kind: str, made: Any) -> Callable[..., Any]:
         if not held:
             update = programs.update(owner) if kind == "train" else None
             beginning = Beginning(owner.trainable_variables if kind == "train" else ())
-            held.append((programs.of_part(owner, kind, key, made), update, beginning))
+            is_summed = kind == "train" and sums.are_early(owner)
+            held.append((programs.of_part(owner, kind, key, made), update, beginning, is_summed))
         return _run(owner, rest[0] if rest else None, batches, *held[0])
 
     return run
@@ -103,7 +104,13 @@ def _stream(source: Any) -> Iterator[Any]:
 
 
 def _run(
-    model: Any, state: Any, batches: list[Any], part_of: programs.Program, update: Any, beginning: Beginning
+    model: Any,
+    state: Any,
+    batches: list[Any],
+    part_of: programs.Program,
+    update: Any,
+    beginning: Beginning,
+    is_summed: bool,
 ) -> Any:
     virtual, team = _virtual(), current.team_of(model)
     counts = list(map(_count, batches))
@@ -116,7 +123,6 @@ def _run(
     total = np.array([sum(counts), *assigned], np.int64)
     team.allreduce(total, op="sum", what="the samples of all virtual ranks")
     virtual.states.forget(variable for variable, changed in zip(own, total[1:], strict=False) if changed)
-    is_summed = update is not None and sums.are_early(model)
     gradients = sums.Gradients(virtual, model.trainable_variables, is_summed)
     logs: Any = None
     values = at_first

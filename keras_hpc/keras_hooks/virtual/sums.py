@@ -49,22 +49,21 @@ def early(model: Any, gradients: Sequence[Any], share: Any, is_summed: Any) -> l
         is_summed: a bool or a scalar tensor.
     """
     variables, result = model.trainable_variables, list(gradients)
+    # Backward computes the last variable's gradient first.
+    order = [i for i in reversed(range(len(result))) if result[i] is not None and not is_sparse(result[i])]
+    found: Sequence[Any] = [result[i] for i in order]
     if keras.backend.backend() == "torch":
         if is_summed:
             plan, order = optimizer.plan_in_segment(model.optimizer, gradients, variables)
             found = backends.current().gradients_of(plan).reduce([gradients[i] for i in order], share)
-            result = [dict(zip(order, found, strict=True)).get(i) for i in range(len(result))]
-        return result
-    # Backward computes the last variable's gradient first.
-    order = [i for i in reversed(range(len(result))) if result[i] is not None and not is_sparse(result[i])]
-    if order:
+    elif order:
         dtypes = {i: keras.backend.standardize_dtype(gradients[i].dtype) for i in order}
         specs = [TensorSpec(f"{i}: {plain_name(variables[i])}", tuple(variables[i].shape), dtypes[i]) for i in order]
         key = f"{optimizer.key_of(model.optimizer)}/tree"
         plan = current.team_of(model).plan(key, specs, op="sum", in_tree=are_early(model))
-        found = backends.current().reduce(plan, [gradients[i] for i in order], share, is_summed)
-        for index, value in zip(order, found, strict=True):
-            result[index] = value
+        found = backends.current().reduce(plan, found, share, is_summed)
+    for index, value in zip(order, found, strict=True):
+        result[index] = value
     return result
 
 
