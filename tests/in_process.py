@@ -27,6 +27,7 @@ NODES = {
     "8 x 2": [i // 2 for i in range(16)],
     "4 x 4": [i % 4 for i in range(16)],
 }
+FEW = ("3 on 1", "2 + 1", "3 + 2 + 2 scattered")  # of them, where `make test` has no time for all
 DTYPES = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
@@ -46,6 +47,11 @@ SOON = 5.0  # seconds in which ranks learn of each other's errors: a grace of tw
 def soak(*values):
     """Returns cases for `parametrize` that `make test` leaves out for their time."""
     return [pytest.param(value, marks=pytest.mark.soak) for value in values]
+
+
+def few_nodes():
+    """Returns names of NODES for `parametrize`, of which `make test` runs a few."""
+    return [*FEW, *soak(*(name for name in NODES if name not in FEW))]
 
 
 def run(nodes, work, threads=1, timeout=20.0, measured=False):

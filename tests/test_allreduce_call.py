@@ -4,14 +4,15 @@ import itertools
 
 import numpy as np
 import pytest
-from in_process import DTYPES, NODES, as_bytes, check, data_of, run
+from in_process import DTYPES, NODES, as_bytes, check, data_of, few_nodes, run, soak
 
 from keras_hpc import _native
 
 
-@pytest.mark.parametrize("nodes", [*NODES.values(), list(range(11))], ids=[*NODES, "11 x 1"])
+@pytest.mark.parametrize("name", [*few_nodes(), *soak("11 x 1")])
 @pytest.mark.parametrize("path", ["slot", "staged", "push", ""])
-def test_every_path_of_a_call_equals_numpy(nodes, path):
+def test_every_path_of_a_call_equals_numpy(name, path):
+    nodes = NODES.get(name, list(range(11)))
     p = len(nodes)
     if path == "slot" and len(set(nodes)) > 8:
         return

@@ -38,6 +38,7 @@ def test_allreduce_starts_its_ranks_and_writes_reports(run_ranks, tmp_path):
     assert page.read_text().count("\n| ") == 13  # with the header
 
 
+@pytest.mark.soak
 def test_allreduce_uses_the_ranks_it_is_started_with(run_ranks, tmp_path):
     report = tmp_path / "report.json"
     args = ["-m", "benchmarks", "allreduce", "--bytes", "256,128Ki", "--seconds", "0.1", "--json", report]

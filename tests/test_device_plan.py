@@ -9,7 +9,7 @@ import pytest
 from device_orders import DEFAULT, SCENARIOS, is_right
 from device_steps import COUNTS, DTYPES, Step, fresh_driver, steps, team_allreduce
 from fake_cuda import Stream, Tensor
-from in_process import NODES, as_bytes, check, data_of, run
+from in_process import NODES, as_bytes, check, data_of, run, soak
 from nccl_steps import Ids
 
 from keras_hpc import _native
@@ -20,7 +20,7 @@ def fake():
     yield from fresh_driver()
 
 
-@pytest.mark.parametrize("threads", [0, 1, 2])
+@pytest.mark.parametrize("threads", [0, 2, *soak(1)])
 @pytest.mark.parametrize("nodes", ["1 rank", "2 on 1", "3 on 1", "2 x 1", "2 x 2", "2 + 1"])
 def test_means_are_those_of_numpy(nodes, threads):
     nodes = NODES[nodes]

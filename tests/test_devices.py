@@ -92,7 +92,7 @@ def test_a_driver_that_is_of_no_use_is_an_error_on_all_ranks(call, said, library
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.soak)])
 def test_a_gpu_that_one_rank_cannot_use(backend, library, run_ranks):
     def trained(*call):
         args = [ROOT / "tests" / "ranks" / "refused_gpu.py", *call]

@@ -14,6 +14,7 @@ def _run(*words):
     return done.output.splitlines()
 
 
+@pytest.mark.soak
 @pytest.mark.mpi
 def test_it_says_what_dtensor_can_run():
     said = dict(line.split(": ", 1) for line in _run("--rounds", "0") if ", Shard(" in line.partition(": ")[0])

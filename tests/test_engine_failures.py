@@ -10,14 +10,14 @@ import time
 
 import numpy as np
 import pytest
-from in_process import SOON, as_bytes, caught, run, run_with_limits
+from in_process import SOON, as_bytes, caught, run, run_with_limits, soak
 
 from keras_hpc import _native
 
 
 @pytest.mark.parametrize("in_segment", [False, True])
 @pytest.mark.parametrize("threads", [0, 2])
-@pytest.mark.parametrize("nodes", [[0, 0], [0, 1], [0, 0, 1, 1]], ids=str)
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 1], *soak([0, 0, 1, 1])], ids=str)
 def test_after_an_error_the_memory_is_the_callers_again(nodes, threads, in_segment):
     """Rank 0 waits in vain and uses its array for something else; then the late rank comes."""
     count, size, given_up = 700_000, len(nodes), threading.Event()

@@ -10,8 +10,9 @@ from checks import settings_of
 from endings import check_end
 from launch import ROOT
 
-CHECKS = ["gradients", "exact", "pipeline", "own_loops"]
+CHECKS = ["exact", "pipeline", "own_loops"]
 MORE = [
+    "gradients",
     "fit",
     "checkpoint",
     "teams",
@@ -190,12 +191,16 @@ def gpus_of_tensorflow(tmp_path_factory):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 3))])
-def test_tensorflow_on_gpus_gives_the_bits_of_the_cpu(n, gpus_of_tensorflow, run_ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("n", "env"),
+    [(2, {}), *(pytest.param(n, {"TESTS_SOAK": "1"}, marks=pytest.mark.soak) for n in (1, 2, 3))],
+    ids=["2", "1-all", "2-all", "3-all"],
+)
+def test_tensorflow_on_gpus_gives_the_bits_of_the_cpu(n, env, gpus_of_tensorflow, run_ranks, tmp_path):
     results = []
     for libraries in ((), gpus_of_tensorflow):
         out = tmp_path / f"{len(libraries)}.json"
-        done = run_ranks(n, [ROOT / "tests" / "ranks" / "train_on_gpu.py", out, *libraries])
+        done = run_ranks(n, [ROOT / "tests" / "ranks" / "train_on_gpu.py", out, *libraries], env=env)
         results.append(json.loads(out.read_text()))
     on_cpu, on_gpu = results
     assert on_cpu.pop("devices") == []

@@ -73,6 +73,7 @@ print("FELL", int(before - resident()))
     assert int(output.partition("FELL ")[2].split()[0]) > 200, output
 
 
+@pytest.mark.soak
 def test_what_the_compiler_of_jax_left_is_given_back(run_ranks):
     code = """
 import jax, numpy as np

@@ -182,7 +182,8 @@ def test_more_nodes_than_there_are(folder):
 
 
 @pytest.mark.parametrize(
-    ("model", "words"), [("too_large", "no memory for this"), ("unbuilt", "begins with keras.Input")]
+    ("model", "words"),
+    [pytest.param("too_large", "no memory for this", marks=SOAK), ("unbuilt", "begins with keras.Input")],
 )
 def test_what_cannot_be_rehearsed_is_said(model, words, folder):
     """An arrangement whose ranks fail has its last words in its line; none left is an error."""

@@ -29,8 +29,11 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def simulate(cache, tmp_path_factory):
-    program = simulator.build(cache / "keras_hpc" / "simulator")
     folder = tmp_path_factory.mktemp("platform")
+    with pytest.MonkeyPatch.context() as patch:  # what takes its time here is compiling it
+        patch.setenv("CMAKE_BUILD_TYPE", "None")
+        patch.setenv("CXXFLAGS", "-O1")
+        program = simulator.build(cache / "keras_hpc" / "simulator")
 
     def run(platform, nodes, *options, **settings):
         return simulator.simulate(program, simulator.PLATFORMS[platform], nodes, folder, options, **settings)

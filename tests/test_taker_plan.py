@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from in_process import ALGORITHMS, DTYPES, NODES, as_bytes, data_of, run, soak
+from in_process import ALGORITHMS, DTYPES, NODES, as_bytes, data_of, few_nodes, run
 
 from keras_hpc import _native
 
@@ -48,11 +48,8 @@ def steps_of(team, rank, size, weighted, in_segment, wire, takers):
     return found
 
 
-FEW = ("3 on 1", "2 + 1", "3 + 2 + 2 scattered")
-
-
 @pytest.mark.parametrize("options", ["plain", "weighted", "in segment", "weighted, in segment", "wire"])
-@pytest.mark.parametrize("name", [*FEW, *soak(*(name for name in NODES if name not in FEW))])
+@pytest.mark.parametrize("name", few_nodes())
 def test_takers_get_the_bits_of_all(name, options):
     nodes = NODES[name]
     size = len(nodes)

@@ -9,7 +9,7 @@ from regression import BATCH, X, Y, dense
 
 import keras_hpc
 
-SOAK = {"tensorflow": (2,)}
+SOAK = {"tensorflow": (2,), "jax": (2,)}
 RANKS = {"jax": (2,), "torch": (2,)}
 ops = keras.ops
 
@@ -50,6 +50,7 @@ def test_a_metric_that_counts_in_python_is_the_mean_over_ranks(caplog):
     assert ("counts in attributes of Python" in caplog.text) == (job().rank == 0 and job().size > 1)
 
 
+@enough_on("torch")
 @pytest.mark.parametrize("how", ["predict", "fit", "broadcast"])
 @pytest.mark.parametrize("others", [0.0, 1.0], ids=["statistics", "weights"])
 def test_a_normalization_that_rank_0_loads_alone_is_that_of_all(how, others, tmp_path):

@@ -138,7 +138,7 @@ def test_statistics_of_layers_that_are_not_synchronized_are_the_mean_of_the_rank
     keras_hpc.check_replicas(model)
 
 
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_moments_of_a_pipelined_team_are_of_this_step():
     x, y = data()
     keras.utils.set_random_seed(3)

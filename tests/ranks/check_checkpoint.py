@@ -31,11 +31,12 @@ import keras_hpc
 from keras_hpc.keras_hooks.checkpoint import snapshot
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
-SOAK = {"tensorflow": (2,), "jax": (2,)}  # for what is enough on one of them
+SOAK = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}  # for what is enough on one of them
 
 VALIDATION = (X[:40], Y[:40])
 
 
+@enough_on("jax", "torch")
 def test_arrays_with_validation_and_plateau(folder):
     def callbacks():
         plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", min_delta=1.0, patience=1)
@@ -51,7 +52,7 @@ def test_arrays_with_validation_and_plateau(folder):
     assert names == ["step-000000020", "step-000000024"]
 
 
-@enough_on("torch")
+@enough_on()
 def test_a_model_in_parts(folder):
     def make():
         keras.utils.set_random_seed(5)
@@ -81,7 +82,7 @@ def test_a_model_in_parts(folder):
 
 
 @only_on("jax", "torch")
-@enough_on("torch")
+@enough_on()
 def test_a_pipelined_team(folder):
     def before():
         keras_hpc.configure_team(0, schedule="pipelined", synchronous_steps=3, cooldown_steps=4)
@@ -113,7 +114,7 @@ def test_steps_per_epoch(folder):
 
 
 @only_on("torch")
-@enough_on("torch")
+@enough_on()
 def test_modules_of_pytorch_with_buffers(folder, monkeypatch):
     import torch
 

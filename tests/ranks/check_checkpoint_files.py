@@ -33,7 +33,7 @@ from keras_hpc.job import supervised
 from keras_hpc.keras_hooks.checkpoint import callback_state, snapshot, stop_signals, storage, tensors
 
 RANKS = {"torch": (2,)}
-SOAK = {"jax": (2,)}
+SOAK = {"jax": (2,), "torch": (2,)}
 
 
 @only_on("torch")
@@ -157,7 +157,7 @@ def in_the_first_format(path):
 
 
 @only_on("torch")
-@enough_on("torch")
+@enough_on()
 def test_a_checkpoint_in_the_first_format_goes_on(folder):
     def change(path):
         if job().rank == 0:
@@ -168,7 +168,7 @@ def test_a_checkpoint_in_the_first_format_goes_on(folder):
 
 
 @only_on("torch", "jax")
-@enough_on("torch")
+@enough_on()
 def test_variables_in_pieces_of_several_dtypes(folder, monkeypatch):
     monkeypatch.setattr(snapshot, "_PIECE_BYTES", 100)
 

@@ -14,7 +14,7 @@ from keras_cases import enough_on, job
 import keras_hpc
 
 RANKS = {"torch": (2,)}
-SOAK = {"tensorflow": (2,), "jax": (2,)}
+SOAK = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 
 
 def dense(*names, optimizer="adam"):
@@ -45,7 +45,7 @@ def test_another_optimizer(folder):
         trained(f"{folder}/rms", rms(centered=True))
 
 
-@enough_on("torch")
+@enough_on()
 def test_other_layers_of_equal_shapes(folder, caplog):
     trained(folder, dense("a", "b"))
     with pytest.raises(ValueError, match=r"in another order: `\S*a/kernel` .* is where `\S*b/kernel` .* is here"):

@@ -252,7 +252,7 @@ def warnings(caplog, monkeypatch):
     return lambda: [record.getMessage() for record in caplog.records if "limits gradients" in record.getMessage()]
 
 
-@enough_on("tensorflow", "torch")
+@enough_on("torch")
 def test_a_train_step_that_clips(warnings):
     samples = 24 if BACKEND == "jax" else 31  # the mean by hand counts ranks alike
     alone = on_one_rank(lambda: fit(by_a_function(), samples=samples))
@@ -263,7 +263,7 @@ def test_a_train_step_that_clips(warnings):
 
 
 @pytest.mark.parametrize("change", [by_hand, linearly])
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_what_a_train_step_does_to_gradients_by_hand_is_said(change, warnings):
     fit(change())
     assert len(warnings()) == (change is by_hand and job().size > 1 and job().rank == 0)
@@ -301,7 +301,7 @@ def test_limits_of_each_sample_are_those_of_one_rank(warnings):
     assert not warnings()
 
 
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_limits_of_an_optimizer_are_nothing_to_be_said(warnings):
     fit(linearly(), keras.optimizers.SGD(0.1, global_clipnorm=0.1))
     assert not warnings()

@@ -117,7 +117,7 @@ def test_history_validation_and_evaluate():
 
 
 @pytest.mark.parametrize("reduction", ["mean_with_sample_weight", *enough(["sum", "sum_over_batch_size"], "torch")])
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_loss_reductions_with_sample_weight(reduction):
     x, y = data()
     weight = np.linspace(0, 2, len(x)).astype("float32")
@@ -154,7 +154,7 @@ def test_class_weight():
     assert_like_one_rank(compiled(), train)
 
 
-@enough_on("tensorflow", "torch")
+@enough_on("torch")
 def test_several_inputs_and_outputs():
     x, y = data()
 
@@ -180,7 +180,7 @@ def test_several_inputs_and_outputs():
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@enough_on("tensorflow", "torch")
+@enough_on("torch")
 def test_frozen_and_unused_variables():
     x, y = data()
 
@@ -275,7 +275,7 @@ def test_sparse_embedding_with_adam():
     assert_like_one_rank(compiled(lambda: keras.optimizers.Adam(0.01), model=model), fit((x, y)), tolerance=1e-5)
 
 
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_mixed_float16():
     """Ranks differ from one rank by no more than one rank does from itself when it computes the batch in parts."""
     x, y = data(samples=7 * BATCH)
@@ -346,7 +346,7 @@ def test_averages_of_weights_outlive_an_evaluation():
     assert_like_one_rank(compiled(lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)), train)
 
 
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_gradients_that_wait_since_train_on_batch():
     """The first update of `fit` takes what all ranks have gathered before it, not what one has."""
     x, y = data()

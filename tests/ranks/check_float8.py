@@ -27,6 +27,7 @@ OPTIMIZERS = {
 }
 
 
+@enough_on("tensorflow")
 @pytest.mark.parametrize("optimizer", ["plain", *enough(["scaled", "accumulating"])])
 def test_scales_are_those_of_one_rank(optimizer):
     def make():

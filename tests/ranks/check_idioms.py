@@ -10,7 +10,7 @@ from regression import BATCH, SAMPLES, X, Y, compare, dense
 import keras_hpc
 from keras_hpc.keras_hooks import keras_private
 
-SOAK = {"tensorflow": (2,), "jax": (2,)}
+SOAK = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 BACKEND = keras.backend.backend()
 ops = keras.ops
 
@@ -222,7 +222,7 @@ class Evaluating(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("callbacks", [[], [Evaluating()]], ids=["fit", "evaluating"])
-@enough_on("torch", "jax")
+@enough_on("torch")
 def test_a_metric_of_several_values(callbacks):
     if callbacks and keras.backend.backend() == "jax" and hasattr(keras.Model, "_clear_jax_state_sharding"):
         pytest.skip("Keras before 3.12 cannot evaluate amid an epoch of fit on JAX")
@@ -315,7 +315,7 @@ def test_what_was_never_trained_is_the_roots(caplog):
     assert ("weights differ between ranks" in caplog.text) == (job().rank == 0 and job().size > 1)
 
 
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_a_model_that_its_first_batch_has_built_takes_others():
     def make():
         model = keras.Sequential([keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])
@@ -353,7 +353,7 @@ def test_weights_that_rank_0_loads_alone_reach_all(tmp_path):
     assert_close(values(model), everyone([w.tolist() for w in model.get_weights()])[0], 0)
 
 
-@enough_on("torch")
+@enough_on()
 def test_models_of_a_search_leave_nothing_behind():
     team = job().teams[0]
 

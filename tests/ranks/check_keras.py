@@ -168,7 +168,7 @@ def spectral():
 
 @sharded()
 @pytest.mark.parametrize("network", [spectral, Taught])
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_state_that_no_sample_decides_goes_on_without_samples(network, running):
     if network is Taught and keras.backend.backend() == "jax":
         pytest.skip("its trainer hands states on")

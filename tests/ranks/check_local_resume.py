@@ -60,7 +60,7 @@ def test_a_loop_of_ones_own(folder):
         np.testing.assert_array_equal(whole, pieces)
 
 
-@enough_on("torch")
+@enough_on()
 def test_on_another_number_of_ranks(folder):
     """Weights and momenta that were apart become their means, and a new period begins."""
     from mpi4py import MPI

@@ -20,7 +20,7 @@ SOAK = {"tensorflow": (1, 2, 3), "jax": (1, 3), "torch": (3,)}
 pytestmark = pytest.mark.usefixtures("two_teams")
 
 
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_evaluate_and_save_in_the_middle_of_a_period(tmp_path):
     keras_hpc.configure_team(LOCAL, schedule="local", every=6)
     model, reference = linear(), LocalSGD(6)

@@ -42,7 +42,7 @@ def trained(samples, model=keras.Model, middle=None, metrics=(), **options):
 @pytest.mark.parametrize(
     "samples", [41, *enough([33], "torch")]
 )  # of the last batch, of 16, ranks have 5 and 4, or 1 and none
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_a_step_that_gives_its_loss_to_a_mean_and_logs_it_as_it_is(samples):
     trained(samples, OwnStep)
 
@@ -56,7 +56,7 @@ def root_of_mean(y_true, y_pred):
 
 
 @pytest.mark.parametrize("function", [sum_of_outputs, *enough([size_of_outputs], "torch", "jax")])
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_a_metric_that_is_one_number_for_a_batch(function):
     trained(41, metrics=[function])
 

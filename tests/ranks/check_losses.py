@@ -82,7 +82,7 @@ class Given(keras.losses.Loss):
 
 
 @pytest.mark.parametrize("loss", [contrastive, *enough([triplets], "torch")])
-@enough_on("tensorflow", "torch")
+@enough_on("torch")
 def test_a_loss_of_each_sample_that_compares_it_with_others_is_refused(loss):
     again = Given(loss)
     for given in (loss, again, again):  # whoever catches the error and tries again is told again
@@ -92,7 +92,7 @@ def test_a_loss_of_each_sample_that_compares_it_with_others_is_refused(loss):
             model.fit(X, Y, batch_size=BATCH, verbose=0)
 
 
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_sums_of_a_model_whose_call_knows_no_training():
     class Own(keras.Model):
         def __init__(self):
@@ -110,7 +110,7 @@ def test_sums_of_a_model_whose_call_knows_no_training():
     compare(make)
 
 
-@enough_on("torch", "jax")
+@enough_on("torch")
 def test_a_loss_that_is_a_plain_number():
     """What Keras' own tests of ragged data use; it has no gradient beside that of what the layer adds."""
 
@@ -222,7 +222,7 @@ def pairs(x):
     [lambda: Adds(balance), *enough([lambda: keras.layers.Dense(4, activity_regularizer=pairs)], "torch")],
     ids=["product", "regularizer of pairs"],
 )
-@enough_on("tensorflow", "torch")
+@enough_on("torch")
 def test_a_product_of_means_that_a_layer_adds_is_refused(layer):
     model = dense(layer())
     model.compile("sgd", "mse")

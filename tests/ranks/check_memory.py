@@ -4,11 +4,13 @@
 import keras
 import numpy as np
 import pytest
+from keras_cases import enough_on
 
 import keras_hpc
 from keras_hpc.job import current
 
 RANKS = {"jax": (2,)}
+SOAK = {"jax": (2,)}
 ORDER = -1  # before much memory has been taken and given back: what is lost could hide there
 # Few steps, with large gradients.
 UNITS, SAMPLES = 1024, 3_200
@@ -26,6 +28,7 @@ def resident_mib():
         return int(file.read().split()[1]) * 4096 / 2**20
 
 
+@enough_on()
 def test_many_steps_take_no_more_memory_than_some():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(UNITS, activation="relu"), keras.layers.Dense(2)])
     model.compile("adam", "mse")

@@ -91,7 +91,7 @@ def fitted(**options):
 
 
 @pytest.mark.parametrize("options", [{}, *enough([{"clipnorm": 0.1}, {"loss_scale_factor": 64.0}], "torch")], ids=str)
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_ranks_take_the_step_of_one_rank(options):
     alone = on_one_rank(lambda: values(fitted(**options)))
     together = values(fitted(**options))

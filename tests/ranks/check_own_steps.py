@@ -88,6 +88,7 @@ def test_a_step_of_ones_own(loss, caplog):
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow counts traces")
+@enough_on()
 def test_trials_are_not_said_to_be_traced_too_often(monkeypatch):
     from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
@@ -162,7 +163,7 @@ def replaced(loss):
 
 @pytest.mark.parametrize("own", [OwnLoss, *enough([replaced], "torch")])
 @pytest.mark.parametrize("kind", ["mean", "sum"])
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_a_loss_that_the_model_computes(kind, own):
     def make():
         model = own(lambda y, p: getattr(ops, kind)(ops.square(y - p)))
@@ -185,7 +186,7 @@ def test_a_loss_that_the_model_computes(kind, own):
     ],
     ids=["sum", "noisy sum", "logarithm"],
 )
-@enough_on("tensorflow", "torch")
+@enough_on("torch")
 def test_a_step_whose_gradients_ranks_may_not_average_is_refused(loss, layers, what):
     model = OwnStep(loss, *layers)
     model.compile(keras.optimizers.SGD(1e-3))

@@ -136,7 +136,7 @@ def test_ways_to_run_a_step(compiled):
     check(model, Delayed().train(2 * STEPS, 3, 5))
 
 
-@enough_on("tensorflow", "torch")
+@enough_on("torch")
 def test_all_steps_synchronous_is_synchronous_to_the_last_bit():
     keras_hpc.configure_team(PIPELINED, schedule="pipelined", synchronous_steps=1.0)
     models = [linear(PIPELINED), linear(SYNCHRONOUS)]
@@ -146,7 +146,7 @@ def test_all_steps_synchronous_is_synchronous_to_the_last_bit():
         assert a.tobytes() == b.tobytes()
 
 
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_two_models_each_as_its_own_reference():
     keras_hpc.configure_team(PIPELINED, schedule="pipelined", synchronous_steps=2, cooldown_steps=3, max_steps=STEPS)
     pipelined, synchronous = linear(PIPELINED), linear(SYNCHRONOUS)
@@ -179,7 +179,7 @@ def test_drained_before_evaluate_and_predict():
     check(model, reference)
 
 
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_drained_before_validation_and_checkpoints(tmp_path):
     keras_hpc.configure_team(PIPELINED, schedule="pipelined")
     model = linear()
@@ -225,7 +225,7 @@ def test_the_root_alone_saves_what_draining_would_leave(tmp_path):
     check(model, reference)
 
 
-@enough_on("tensorflow", "torch")
+@enough_on("torch")
 def test_loss_scaling():
     keras_hpc.configure_team(PIPELINED, schedule="pipelined", cooldown_steps=4)
     optimizer = keras.optimizers.LossScaleOptimizer(

@@ -129,6 +129,7 @@ def test_loaded_by_one_rank_alone(folder):
             model.save(f"{folder}/alone.keras")
 
 
+@enough_on()
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("adafactor", marks=enough_on())])
 def test_checkpoint_goes_on(folder, optimizer):
     def train(shard, path, epochs, steps=None):

@@ -147,7 +147,10 @@ def narrow():
     return keras.Model(inputs, layers.Conv2D(2, 3, padding="same")(inputs))
 
 
-@pytest.mark.parametrize("network", [*enough([whole, pixels, narrow], "torch")])
+@pytest.mark.parametrize(
+    "network",
+    [*(pytest.param(n, marks=[enough_on("torch"), few_ranks]) for n in (whole, pixels)), *enough([narrow], "torch")],
+)
 @pytest.mark.parametrize("loss", ["entropy", *enough(sorted({*LOSSES} - {"entropy"}), "torch")])
 def test_losses_metrics_and_weights(network, loss, grid):
     if network is narrow and len(grid) == 1 + (grid[-1] == 1):
@@ -217,7 +220,8 @@ def padded():
     "network",
     [
         *enough([ties, even], "torch"),
-        *enough([masked, padded, masked_average, bordered, centred, integers], "torch"),
+        *enough([masked, masked_average, centred], "torch"),
+        *enough([padded, bordered, integers]),
     ],
 )
 @few_ranks

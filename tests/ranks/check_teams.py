@@ -119,7 +119,7 @@ def test_a_team_that_waits_does_not_hold_up_the_other(team_job):
         keras_hpc.check_replicas(model, team=models.index(model))
 
 
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_reports(team_job, caplog):
     keras_hpc.configure_team(0, report_every=4)
     model = model_on(0, "first")
@@ -210,6 +210,7 @@ def of_all(tmp_path):
     return pathlib.Path(keras_hpc.broadcast_object(str(tmp_path)))
 
 
+@enough_on("torch")
 def test_tensorboard_shows_what_communication_cost(tmp_path):
     pytest.importorskip("tensorboard")
     tensorflow = pytest.importorskip("tensorflow")
@@ -230,6 +231,7 @@ def test_tensorboard_shows_what_communication_cost(tmp_path):
     assert not first or "epoch_communication/team0_ms" in shown
 
 
+@enough_on("torch")
 def test_a_callback_chooses_the_steps_that_are_recorded(tmp_path):
     keras_hpc.init()
     path = of_all(tmp_path) / "trace.json"
@@ -259,7 +261,7 @@ def test_a_callback_records_whole_executions_of_several_steps(monkeypatch):
     assert said == [True, False]
 
 
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_a_signal_or_a_file_begins_and_ends_recording(tmp_path):
     keras_hpc.init()
     path = of_all(tmp_path) / "trace.json"

@@ -53,7 +53,7 @@ def network(optimizer=None, loss="sparse_categorical_crossentropy"):
     return model
 
 
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_arrays_with_a_tail_and_validation():
     def train():
         model = network()
@@ -148,7 +148,7 @@ def test_goes_on_with_the_same_bits_on_another_number_of_ranks():
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # as Keras says of every generator
-@enough_on("tensorflow")
+@enough_on()
 def test_batches_of_a_data_set():
     """Ready-made batches, dealt to parts and cut among them, with two of eight parts of the last step left over."""
 
