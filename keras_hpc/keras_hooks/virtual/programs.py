@@ -61,6 +61,28 @@ def own_variables(model: Any) -> list[Any]:
     return [*model.non_trainable_variables, *model.metrics_variables]
 
 
+def reading(model: Any) -> Callable[[Sequence[Any]], list[Any]]:
+    """Return what copies the values of a model's variables, in one program on TensorFlow."""
+    if keras.backend.backend() != "tensorflow" or model.run_eagerly:
+        return lambda variables: [keras.ops.copy(variable.value) for variable in variables]
+    import tensorflow as tf
+
+    programs: dict[tuple[int, ...], Any] = {}  # which hold their variables
+
+    def read(variables: Sequence[Any]) -> list[Any]:
+        key = tuple(map(id, variables))
+        if key not in programs:
+
+            @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+            def traced() -> list[Any]:
+                return [tf.identity(variable.value) for variable in variables]
+
+            programs[key] = tf.function(traced)
+        return list(programs[key]())
+
+    return read
+
+
 def of_part(model: Any, kind: str, key: str, made: Any) -> Program:
     """Return what computes one part.
 

@@ -36,7 +36,7 @@ def function_of(model: Any, kind: str, made: Any) -> Callable[..., Any]:
     check(model, kind)
     reference = weakref.ref(model)  # which holds the function
     key = f"{current.job().known.key_of(model, 'model')}/{kind}"
-    held: list[tuple[Any, Any, Beginning, bool]] = []
+    held: list[tuple[Any, Any, Any, Beginning, bool]] = []
 
     def run(*arguments: Any) -> Any:
         owner: Any = reference()
@@ -46,7 +46,8 @@ def function_of(model: Any, kind: str, made: Any) -> Callable[..., Any]:
             update = programs.update(owner) if kind == "train" else None
             beginning = Beginning(owner.trainable_variables if kind == "train" else ())
             is_summed = kind == "train" and sums.are_early(owner)
-            held.append((programs.of_part(owner, kind, key, made), update, beginning, is_summed))
+            part_of = programs.of_part(owner, kind, key, made)
+            held.append((programs.reading(owner), part_of, update, beginning, is_summed))
         return _run(owner, rest[0] if rest else None, batches, *held[0])
 
     return run
@@ -107,6 +108,7 @@ def _run(
     model: Any,
     state: Any,
     batches: list[Any],
+    read: Callable[[Sequence[Any]], list[Any]],
     part_of: programs.Program,
     update: Any,
     beginning: Beginning,
@@ -117,7 +119,7 @@ def _run(
     own = programs.own_variables(model)
     seeds = {id(generator.state) for generator in seed_generators(model)}
     of_samples = set(map(id, own_state(model, shares_states=False))) - seeds
-    at_first = _values(model, state, own)
+    at_first = read(own) if state is None else [*state[1], *state[-1]]
     statistics = len(model.non_trainable_variables)  # behind them are metrics, which others change with their parts'
     assigned = list(map(virtual.states.was_assigned, own[:statistics], at_first[:statistics]))
     total = np.array([sum(counts), *assigned], np.int64)
@@ -125,7 +127,7 @@ def _run(
     virtual.states.forget(variable for variable, changed in zip(own, total[1:], strict=False) if changed)
     gradients = sums.Gradients(virtual, model.trainable_variables, is_summed)
     logs: Any = None
-    values = at_first
+    values = left = at_first
     for part, batch, count in zip(virtual.mine, batches, counts, strict=True):
         beginning.again(part, virtual.mine)
         before = [virtual.states.get(part, v, value) for v, value in zip(own, at_first, strict=True)]
@@ -133,6 +135,7 @@ def _run(
         given = programs.Part(part, int(total[0]), count / int(total[0]), is_summed)
         with beginning.watched():
             found, new_logs, values = part_of(state, data, given, before)
+        left = values
         logs = new_logs if count or logs is None else logs
         if count == 0:  # what zeros have done is forgotten, but not how far the seeds have come
             values = [old if id(v) in of_samples else new for v, new, old in zip(own, values, before, strict=True)]
@@ -143,7 +146,7 @@ def _run(
     if update is not None:
         values = _together(virtual, team, layer_states.shared(model), own, at_first, values, counts)
     virtual.states.leave(own, values)
-    state = _with_values(model, state, own, values)
+    state = _with_values(model, state, own, values, left)
     if update is not None:
         state = update(state, gradients.mean(team))
     return logs if state is None else (logs, state)
@@ -187,18 +190,12 @@ def _count(batch: Any) -> int:
     return int(leaf.shape[0])
 
 
-def _values(model: Any, state: Any, own: Sequence[Any]) -> list[Any]:
-    """Return the values of all parts of the variables that each part may have its own values of."""
-    if state is not None:
-        return [*state[1], *state[-1]]
-    return [keras.ops.copy(variable.value) for variable in own]
-
-
-def _with_values(model: Any, state: Any, own: Sequence[Any], values: Sequence[Any]) -> Any:
-    """Let the model have the state of a part: JAX's is handed on."""
+def _with_values(model: Any, state: Any, own: Sequence[Any], values: Sequence[Any], left: Sequence[Any]) -> Any:
+    """Let the model have values in its state, which JAX hands on, where its last part has left others."""
     if state is None:
-        for variable, value in zip(own, values, strict=True):
-            variable.assign(value)
+        for variable, value, last in zip(own, values, left, strict=True):
+            if value is not last:
+                variable.assign(value)
         return None
     statistics = len(model.non_trainable_variables)
     return (state[0], list(values[:statistics]), *state[2:-1], list(values[statistics:]))
