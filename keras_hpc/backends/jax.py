@@ -21,6 +21,7 @@ from jax.interpreters import mlir
 
 from keras_hpc.backends import jax_chain, jax_compiling, jax_exchange, jax_ordered, library_path
 from keras_hpc.backends import jax_pieces as pieces  # noqa: F401 (others use it)
+from keras_hpc.backends.jax_chain import begin_update as begin_update
 from keras_hpc.backends.jax_device import number_of_gpu
 from keras_hpc.backends.jax_device import sees_gpus as sees_gpus
 from keras_hpc.backends.jax_device import use_device as use_device
@@ -169,9 +170,8 @@ def _run(program: Callable[..., Any], plan: Any, tensors: Sequence[Any], weight:
     if any(map(is_traced, (*tensors, weight, active))):
         results: list[jax.Array] = program(plan.id, tensors, weight, active)
         return results
-    results = _program(program, plan.id)(tensors, weight, active)
     # Ranks agree on the order of reductions because each is complete before the next begins.
-    jax.block_until_ready(results)
+    results = jax.block_until_ready(_program(program, plan.id)(tensors, weight, active))
     return results
 
 
@@ -298,7 +298,7 @@ def _on_gpu(
     plan: int, tensors: Sequence[Any], weight: Any, active: Any, wait: Callable[..., Any], idle: Callable[..., Any]
 ) -> list[jax.Array]:
     """Start all tensors, and wait; or, where `active` is false, be idle. No handler reads a scalar on the GPU."""
-    others = [weight, *jax_chain.before()]
+    others = [weight, *jax_chain.before(), *jax_chain.updated()]
 
     def communicate(tensors: Sequence[Any]) -> list[jax.Array]:
         started = [_call(_START_ON, [x], others, plan=plan, tensor=i)[0] for i, x in enumerate(tensors)]
@@ -343,7 +343,7 @@ def _started(plan: int, tensors: Sequence[Any], weight: Any, active: Any) -> tup
     """Return the buffers of a plan that is started, and what its end has to come after."""
     earlier = jax_chain.before()
     waits = jax_chain.programs_differ() or jax_chain.has_ended(plan)
-    others = [weight, active, *(earlier if waits else ())]
+    others = [weight, active, *(earlier if waits else ()), *jax_chain.updated()]
     return [_call(_START, [x], others, plan=plan, tensor=i)[0] for i, x in enumerate(tensors)], earlier
 
 

@@ -7,7 +7,9 @@ started wait for ever. So plans of a program end in the order in which they were
 complete only after the one before. Starts come when gradients exist, as ever.
 
 A plan that a program has several times, as of a critic that a step updates twice, starts after its own end before: a
-gradient that depends on no weight, as that of the last bias in a Wasserstein loss, exists at once.
+gradient that depends on no weight, as that of the last bias in a Wasserstein loss, exists at once. Where that is a
+program inside of the program, which is traced once and called several times, it starts after the weights that it
+updates, which are made of its own end in the call before.
 
 Where optimizers are sharded, ranks' programs differ: a rank that gives no weights could wait for those of others before
 it starts what these wait for. There each plan starts after the one before is complete.
@@ -43,6 +45,7 @@ class _Last(threading.local):
     def __init__(self) -> None:
         # Of programs that are being made, the one that had a plan last at the end. Nobody says when one is finished.
         self.plans: collections.deque[_Plan] = collections.deque(maxlen=_DEPTH)
+        self.weights: tuple[Any, list[jax.Array]] = (None, [])  # the program that updates them, and an element
 
 
 _last = _Last()
@@ -94,6 +97,21 @@ def note(reduced: Sequence[jax.Array], weights: bool = False, plan: int | None =
         _last.plans.remove(last)
         ended |= last.ended
     _last.plans.append(_Plan(trace, result, weights and programs_differ(), ended))
+
+
+def begin_update(weights: Sequence[Any]) -> None:
+    """Tell of the weights of an update that is being traced, variables or values, before its gradients are reduced."""
+    now = core.trace_ctx.trace
+    if any(True for _ in _around(now)):
+        some = next((x for x in (getattr(weight, "value", weight) for weight in weights) if x.size), None)
+        _last.weights = now, [] if some is None else [jax.lax.stop_gradient(some.reshape(-1)[:1])]
+
+
+def updated() -> list[jax.Array]:
+    """Return what a plan has to start after where its program is inside of another: an array, or none."""
+    program, weights = _last.weights
+    now = core.trace_ctx.trace
+    return weights if program is now or program in _around(now) else []
 
 
 def programs_differ() -> bool:

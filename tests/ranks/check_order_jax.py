@@ -161,7 +161,8 @@ def test_each_plan_ends_after_the_one_before(make):
         assert earlier in before, f"plan {plan} of {plans} may end before plan {earlier}"
 
 
-def test_an_optimizer_updates_twice_in_a_program():
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled by itself"])
+def test_an_optimizer_updates_twice_in_a_program(compiled):
     """The gradient of a Wasserstein critic's last bias depends on no weight, so it exists before the first update."""
     import jax
 
@@ -173,11 +174,16 @@ def test_an_optimizer_updates_twice_in_a_program():
         y, _ = critic.stateless_call(trainable, [], x)
         return y.mean() - critic.stateless_call(trainable, [], 2 * x)[0].mean()
 
+    def update(trainable, state, x):
+        gradients = jax.grad(loss_of)(trainable, x)
+        return optimizer.stateless_apply(state, gradients, trainable)
+
+    once = jax.jit(update) if compiled else update
+
     @jax.jit
     def step(trainable, state, x):
         for _ in range(3):
-            gradients = jax.grad(loss_of)(trainable, x)
-            trainable, state = optimizer.stateless_apply(state, gradients, trainable)
+            trainable, state = once(trainable, state, x)
         return trainable, state
 
     x = np.random.default_rng(keras_hpc.rank()).normal(size=(8, 2)).astype("float32")

@@ -140,6 +140,8 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
         if current.team_of(self).schedule.local is not None:
             return _apply_local(self, original, bound, gradients, list(variables), count)
         held = bound.arguments["trainable_variables"] if stateless else variables
+        if keras.backend.backend() == "jax":
+            backends.current().begin_update([w for w, g in zip(held, gradients, strict=False) if g is not None])
         gradients = _reduce_maxima(self, gradients, variables, held, step)
         reduce_later = accumulates(self)
         here = pipelined and (not reduce_later or bool(self.gradient_accumulation_steps))
