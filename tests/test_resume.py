@@ -81,6 +81,21 @@ def test_a_checkpoint_of_the_same_step_stays_until_the_new_one_has_its_name(tmp_
     assert arrays["x"].tolist() == [facts["number"]] * 3
 
 
+def test_a_rank_that_outlives_its_job_stops_no_later_one(tmp_path, monkeypatch):
+    unfinished = tmp_path / storage.name_of_unfinished(5, "")
+    storage.write_part(unfinished, 0, {"x": np.ones(3)})
+    remove = os.rmdir
+
+    def meanwhile(path, **options):
+        if Path(path).name == unfinished.name:
+            (unfinished / "rank00001.part").touch()
+        remove(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", meanwhile)
+    storage.check(tmp_path, 1000, keep=1)
+    assert storage.newest(tmp_path) is None
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "rank"])
 def test_a_pipe_is_no_part_of_a_checkpoint(name, tmp_path):
     """Nobody may let a job wait for ever by what is found in its folder."""

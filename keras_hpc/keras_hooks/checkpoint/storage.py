@@ -62,7 +62,7 @@ def check(folder: Path, nbytes: int, keep: int) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(path)
+        clear(path)  # as far as it goes: a rank that has outlived its job for a moment may still write there
     _take_back(folder)
     probe = folder / f"{_UNFINISHED}probe"
     probe.mkdir()
