@@ -81,6 +81,46 @@ def test_a_checkpoint_of_the_same_step_stays_until_the_new_one_has_its_name(tmp_
     assert arrays["x"].tolist() == [facts["number"]] * 3
 
 
+def test_a_rank_that_outlives_its_job_stops_no_later_one(tmp_path, monkeypatch):
+    unfinished = tmp_path / storage.name_of_unfinished(5, "")
+    storage.write_part(unfinished, 0, {"x": np.ones(3)})
+    remove = os.rmdir
+
+    def meanwhile(path, **options):
+        if Path(path).name == unfinished.name:
+            (unfinished / "rank00001.part").touch()
+        remove(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", meanwhile)
+    storage.check(tmp_path, 1000, keep=1)
+    assert storage.newest(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank"])
+def test_a_pipe_is_no_part_of_a_checkpoint(name, tmp_path):
+    """Nobody may let a job wait for ever by what is found in its folder."""
+    unfinished = tmp_path / storage.name_of_unfinished(5, "")
+    storage.write_part(unfinished, 0, {"x": np.ones(3)})
+    storage.commit(tmp_path, unfinished, 5, "{}", 1, 1, threading.Event())
+    (path,) = (tmp_path / "step-000000005").glob(f"{name}*")
+    path.unlink()
+    os.mkfifo(path)
+    if name == "rank":
+        manifest = path.with_name("manifest.json")
+        written = json.loads(manifest.read_text())
+        written["body"]["parts"] = {path.name: 0}
+        manifest.write_text(json.dumps(written | {"body_crc32": storage._crc(written["body"])}))
+
+    def read():
+        with pytest.raises(OSError, match=f"{path.name} is no file"):
+            storage.newest(tmp_path)
+        ended.set()
+
+    ended = threading.Event()
+    threading.Thread(target=read, daemon=True).start()
+    assert ended.wait(5)
+
+
 def test_a_job_that_is_killed_goes_on(train, tmp_path):
     train(2, tmp_path, "whole", step=11, signal="sigkill", expect_failure=True)
     steps = _checkpoints(tmp_path)

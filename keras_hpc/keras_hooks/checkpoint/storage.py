@@ -62,7 +62,7 @@ def check(folder: Path, nbytes: int, keep: int) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(path)
+        clear(path)  # as far as it goes: a rank that has outlived its job for a moment may still write there
     _take_back(folder)
     probe = folder / f"{_UNFINISHED}probe"
     probe.mkdir()
@@ -218,7 +218,7 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any], dict[str, np.ndarray], l
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     try:
-        manifest = json.loads((path / _MANIFEST).read_bytes())
+        manifest = json.loads(_file(path / _MANIFEST).read_bytes())
         if manifest["format"] == 1:
             return _read_first_format(path, manifest)
         if manifest["format"] > _FORMAT:
@@ -234,7 +234,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         arrays: dict[str, np.ndarray] = {}
         for name, nbytes in body["parts"].items():
             found = _PART.fullmatch(name)  # no other path
-            if found is None or (path / name).stat().st_size != nbytes:
+            if found is None or _file(path / name).stat().st_size != nbytes:
                 raise DamagedError(f"{name} does not fit the manifest")
             arrays |= tensors.read(path / name, found[2])
         return body["facts"], arrays
@@ -251,10 +251,17 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         raise DamagedError(f"{type(error).__name__}: {error}") from error
 
 
+def _file(path: Path) -> Path:
+    """Return a path that is to be read, or raise: of a pipe or a device, reading may never end."""
+    if not path.is_file():
+        raise DamagedError(f"{path.name} is no file")
+    return path
+
+
 def _read_first_format(path: Path, manifest: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Read what 0.1.0 wrote until November 2026: one file of NumPy's, by the first rank."""
     facts: dict[str, Any] = manifest["facts"]
-    if manifest["facts_crc32"] != _crc(facts) or manifest["array_bytes"] != (path / _ARRAYS).stat().st_size:
+    if manifest["facts_crc32"] != _crc(facts) or manifest["array_bytes"] != _file(path / _ARRAYS).stat().st_size:
         raise DamagedError("the manifest does not fit what is there")
     with np.load(path / _ARRAYS, allow_pickle=False) as file:  # which compares the check sum of each array
         return facts, {name: file[name] for name in file.files}
