@@ -19,7 +19,7 @@ from keras_hpc.keras_hooks import (
     single_samples,
 )
 from keras_hpc.keras_hooks.checkpoint.loops import Checkpoints
-from keras_hpc.keras_hooks.data import streams
+from keras_hpc.keras_hooks.data import streams, tf_caches
 from keras_hpc.keras_hooks.gradients import clipping, optimizer, torch_optim
 from keras_hpc.keras_hooks.sharded import opaque
 from keras_hpc.keras_hooks.sharded import update as sharded_update
@@ -94,6 +94,7 @@ def install(job: Any) -> None:
             parts,
             part_losses,
             streams,
+            tf_caches,
             fit,
             beginning,
         ):

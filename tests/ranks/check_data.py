@@ -2,6 +2,7 @@
 # ruff: noqa: F401, F811
 """Each kind of data reaches the ranks whole: every sample once an epoch, in the order of one rank, in as many steps."""
 
+import contextlib
 import itertools
 import time
 
@@ -142,6 +143,18 @@ def test_tf_dataset(rows, known, mode):
 def test_tf_dataset_without_end(mode):
     rows = rows_of_all(opened(dataset(37).repeat(), steps_per_epoch=4), limit=4)
     assert len(rows) == 4 * SAMPLES * (job().size if mode == "local" else 1)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="TensorFlow must be there before init()")
+def test_each_rank_has_a_file_of_its_own_where_a_pipeline_is_cached(mode, tmp_path):
+    path = str(keras_hpc.broadcast_object(str(tmp_path)))
+    adapter = opened(dataset().cache(path + "/rows"))
+    for _epoch in range(2):  # the second one is read from the file
+        assert visits_each_once(rows_of_all(adapter))
+    cache = type(dataset()).cache
+    shared = getattr(cache, "__wrapped__", cache)(dataset(), path + "/shared")
+    with pytest.raises(ValueError, match="import tensorflow") if job().size > 1 else contextlib.nullcontext():
+        opened(shared)
 
 
 def test_looking_at_a_first_batch_reads_no_other_ones(mode):

@@ -13,6 +13,7 @@ from keras_hpc.job import current, log
 from keras_hpc.job.current import Job
 from keras_hpc.job.team import Team
 from keras_hpc.keras_hooks import building, keras_private, running
+from keras_hpc.keras_hooks.data import tf_caches
 from keras_hpc.keras_hooks.data.partition import Shard
 from keras_hpc.keras_hooks.state import seeds
 
@@ -63,6 +64,7 @@ def adapter_for(job: Job, team: Team, call: running.Call, arguments: dict[str, A
         several = team.size > 1 or (shard.turns > 1 and hasattr(adapter, "draws"))
         mine = {"data": adapter.fingerprint, "content": adapter.content() if several else ""}
         mine["draws"] = several and have_moved()
+        mine["caches"] = getattr(adapter, "unfinished", [])
     if adapter.shuffle or mine["draws"]:
         # From NumPy's generator, which `keras.utils.set_random_seed` seeds; rank 0's is taken.
         mine["seed"] = int(np.random.randint(2**62, dtype=np.int64))
@@ -77,6 +79,7 @@ def adapter_for(job: Job, team: Team, call: running.Call, arguments: dict[str, A
         call.own_data = True  # what each rank asks for
         return None
     _raise_if_different(everyone)
+    tf_caches.refuse_shared([other["caches"] for other in everyone])
     if "seed" in everyone[0]:
         adapter.seed = everyone[0]["seed"]
     adapter.draws = any(other["draws"] for other in everyone)

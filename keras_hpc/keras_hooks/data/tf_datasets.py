@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from keras_hpc.keras_hooks import keras_private
+from keras_hpc.keras_hooks.data import tf_caches
 from keras_hpc.keras_hooks.data.arrays import digest
 from keras_hpc.keras_hooks.data.partition import Shard
 from keras_hpc.keras_hooks.data.rows import UNEQUAL_ROWS
@@ -44,6 +45,7 @@ class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc, valid-type]
         self._batches = {-1: "endless", -2: "unknown number of"}.get(cardinality, str(cardinality))
         self.unseeded = shuffles_without_seed(dataset)
         self._content = digest([np.zeros(0), *_constants(dataset)])
+        self.unfinished = tf_caches.unfinished(dataset)
 
     @contextlib.contextmanager
     def looked_at(self) -> Iterator[None]:
