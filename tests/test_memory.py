@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import subprocess
 import sys
 
@@ -43,6 +44,37 @@ def test_steps_need_no_new_pages(backend, run_ranks):
     # What it is without: the gradient of the first layer alone has 16,384 pages.
     as_it_comes = faults(run_ranks, backend, keep_memory=False)
     assert as_it_comes[len(as_it_comes) // 2] > 8_000
+
+
+SHARDED = """
+import ctypes, gc, json, os
+import keras, numpy as np
+import keras_hpc
+
+keras_hpc.init(shard_optimizer=os.environ["SHARD"] == "1", keep_memory=False)
+model = keras.Sequential([keras.Input((2000,)), *[keras.layers.Dense(2000) for _ in range(4)], keras.layers.Dense(1)])
+model.compile("adam", "mse", jit_compile=keras.backend.backend() == "jax")
+model.fit(np.ones((20, 2000), np.float32), np.ones((20, 1), np.float32), batch_size=2, epochs=3, verbose=0)
+gc.collect()
+ctypes.CDLL(None).malloc_trim(0)
+resident = next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+print(f"<{keras_hpc.rank()}: {resident} of {4 * model.count_params() / 2**20}>")
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+def test_a_rank_holds_its_part_of_an_optimizer(backend, ranks, run_ranks):
+    found = []
+    for shard in "01":
+        output = run_ranks(ranks, ["-c", SHARDED], backend=backend, env={"SHARD": shard}).output
+        said = re.findall(r"<\d: ([\d.]+) of ([\d.]+)>", output)
+        assert len(said) == ranks, output
+        found.append(sum(float(resident) for resident, _ in said) / ranks)
+    weights = float(said[0][1])
+    assert found[0] - found[1] == pytest.approx(2 * weights * (1 - 1 / ranks), rel=0.05)  # Adam keeps two moments
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,8 @@ def init(
         def started() -> tuple[int, str]:
             if gpu is not None or device == "cpu":
                 undo.enter_context(backend.use_device(gpu))
+            if shard_optimizer:
+                resources.pool_nothing()
             needs_thread = backend.NEEDS_THREAD
             threads = launch.threads_per_team(
                 world, threads_per_team, cores, fewest, teams, needs_thread=needs_thread, on_gpus=gpu is not None

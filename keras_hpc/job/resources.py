@@ -132,6 +132,14 @@ def _tunable_libc() -> ctypes.CDLL | None:
     return libc
 
 
+def pool_nothing() -> None:
+    """Lets TensorFlow take its memory from the C library, unless it has begun to, or the user has said how.
+
+    Its own pool gives nothing back and grows by doubling: what a rank saves by a smaller part of something stays there.
+    """
+    os.environ.setdefault("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", "true")
+
+
 def keep_no_longer() -> None:
     """Lets glibc work as usual again, and gives back to the kernel what was kept."""
     libc = ctypes.CDLL(None)

@@ -31,7 +31,7 @@ JOB = f"""
 timeout 100 python -m keras_hpc run --elastic -n "$SLURM_NTASKS" {TRAIN} /dev/shm/run 5 0.2 > log.txt 2>&1 &
 job=$!
 while ! grep -q "steps an epoch" log.txt; do sleep 0.1; done
-sleep 2
+sleep 4  # a checkpoint or two
 python lose.py host2
 wait $job
 echo "ended with $?" >> log.txt
