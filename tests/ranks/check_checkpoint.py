@@ -30,7 +30,7 @@ from keras_cases import Parts, assert_close, assert_identical, enough_on, job
 import keras_hpc
 from keras_hpc.keras_hooks.checkpoint import snapshot
 
-RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
+RANKS = {"jax": (2,), "torch": (2,)}
 SOAK = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}  # for what is enough on one of them
 
 VALIDATION = (X[:40], Y[:40])
