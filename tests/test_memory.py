@@ -68,9 +68,9 @@ print(f"<{keras_hpc.rank()}: {resident} of {4 * model.count_params() / 2**20}>")
 def test_a_rank_holds_its_part_of_an_optimizer(backend, ranks, run_ranks):
     found = []
     for shard in "01":
-        env = {"SHARD": shard, "MALLOC_MMAP_THRESHOLD_": "1000000"}  # what is freed goes back at once
-        if shard == "0":  # else TensorFlow keeps a pool, of which nobody can say what it holds
-            env["TF_ONEDNN_USE_SYSTEM_ALLOCATOR"] = "true"
+        env = {"SHARD": shard}
+        if shard == "0":  # what `init(shard_optimizer=True)` does by itself: what is freed goes back at once
+            env |= {"MALLOC_MMAP_THRESHOLD_": "1000000", "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "true"}
         output = run_ranks(ranks, ["-c", SHARDED], backend=backend, env=env, lean=False).output
         said = re.findall(r"<\d: ([\d.]+) of ([\d.]+)>", output)
         assert len(said) == ranks, output

@@ -69,8 +69,8 @@ def init(
         trace_from: "start": record at once. "demand": when a `callbacks.Trace`, the signal or the file asks for it.
         keep_memory: glibc keeps freed memory for the next step, which else needs new pages: on JAX and PyTorch steps
             take up to half as long. Unless you have set glibc's variables, such as `MALLOC_ARENA_MAX`. False leaves
-            glibc as it is, for jobs that are short of memory; with `spatial`, large blocks then go back to the kernel
-            as soon as they are freed.
+            glibc as it is, for jobs that are short of memory; with `spatial` or `shard_optimizer`, large blocks then go
+            back to the kernel as soon as they are freed.
         device: what this rank computes on. "auto": a GPU of its own, by its number on the node, where the backend can
             use GPUs and there are any, else the CPU. "cpu". Or the number of a GPU among those that this process sees.
         spatial: groups of neighbouring ranks compute each sample together, so many parts along each spatial axis of
@@ -93,7 +93,7 @@ def init(
         raise RuntimeError("keras_hpc.init() was called twice. Call it once per process, or finalize() in between.")
     with contextlib.ExitStack() as undo:  # gives back what was taken, now if something fails, else in finalize()
         kept = keep_memory and resources.keep_freed()  # first: MPI starts threads
-        if spatial is not None and not keep_memory:
+        if (spatial is not None or shard_optimizer) and not keep_memory:
             resources.return_large()
         if kept:
             undo.callback(resources.keep_no_longer)

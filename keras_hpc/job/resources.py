@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 # Set for libraries that are loaded later; what the user has set stays.
 _OMP = "OMP_NUM_THREADS"
+_NO_POOL = "TF_ONEDNN_USE_SYSTEM_ALLOCATOR"
 # What `keras_hpc run` has set it to, where it has: that is not the user's wish.
 BY_RUN = "KERAS_HPC_RUN_OMP_NUM_THREADS"
 
@@ -58,21 +59,23 @@ def share_cores(
     return text
 
 
-def settings(
-    names: Sequence[str] = (_OMP, "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "NPROC"),
-) -> dict[str, str]:
+_THREADS = (_OMP, "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "NPROC")
+
+
+def settings(names: Sequence[str] = _THREADS) -> dict[str, str]:
     """Return what the environment says of threads."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 @contextlib.contextmanager
 def environment_kept() -> Iterator[None]:
-    """Afterwards the environment says of threads what it said before."""
-    before = settings()
+    """Afterwards the environment says of threads, and of TensorFlow's pool, what it said before."""
+    names = (*_THREADS, _NO_POOL)
+    before = settings(names)
     try:
         yield
     finally:
-        for name in settings().keys() - before.keys():
+        for name in settings(names).keys() - before.keys():
             del os.environ[name]
 
 
@@ -137,7 +140,7 @@ def pool_nothing() -> None:
 
     Its own pool gives nothing back and grows by doubling: what a rank saves by a smaller part of something stays there.
     """
-    os.environ.setdefault("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", "true")
+    os.environ.setdefault(_NO_POOL, "true")
 
 
 def keep_no_longer() -> None:

@@ -41,9 +41,8 @@ def unfinished(dataset: Any) -> list[str]:
 
     names = []
     if "CacheDataset" in type(dataset).__name__ and hasattr(dataset._filename, "numpy"):
-        names = [
-            name for name in [dataset._filename.numpy().decode()] if name and not tf.io.gfile.exists(f"{name}.index")
-        ]
+        name = dataset._filename.numpy().decode()
+        names = [name] if name and not tf.io.gfile.exists(f"{name}.index") else []
     return names + [name for source in dataset._inputs() for name in unfinished(source)]
 
 
