@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import string
+import threading
 import weakref
 from typing import Any
 
@@ -94,6 +96,8 @@ class Known:
         clipped: who stands for the optimizer of variables whose gradients are clipped before it gets them, by the ids
             of the variables.
         gone: the keys of those that do not exist any more.
+        named: how many keys were given.
+        has_failed: whether a call of a model has failed on this rank since ranks last agreed on `named`.
     """
 
     def __init__(self) -> None:
@@ -102,10 +106,12 @@ class Known:
         self._optimizers: weakref.WeakKeyDictionary[Any, OptimizerState] = weakref.WeakKeyDictionary()
         self._keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._local_layers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        self._numbers = itertools.count()
+        self._naming = threading.Lock()
         self._moves = itertools.count(1)
         self.clipped: dict[tuple[int, ...], Any] = {}
         self.gone: list[str] = []
+        self.named = 0
+        self.has_failed = False
 
     def model(self, model: Any) -> ModelState:
         """Return the state of a model, or of a layer that is used as one."""
@@ -137,10 +143,27 @@ class Known:
         They are counted by their first use, and a number is never given again: so the name is the same on every rank,
         whatever their garbage collectors do.
         """
-        if owner not in self._keys:
-            key = self._keys[owner] = f"{kind}{next(self._numbers)}"
-            weakref.finalize(owner, self.gone.append, key).atexit = False
-        return self._keys[owner]
+        with self._naming:
+            if owner not in self._keys:
+                key = self._keys[owner] = f"{kind}{self.named}"
+                self.named += 1
+                weakref.finalize(owner, self.gone.append, key).atexit = False
+            return self._keys[owner]
+
+    def forget(self, model: Any, first: int) -> None:
+        """Forget what one rank may know and another not, as a call of this model has failed.
+
+        Args:
+            model: the model. What the user has set for it stays.
+            first: `named` when the call began. Keys that were given since are gone, with what is known of their owners.
+        """
+        self.has_failed = True
+        before = self.model(model)
+        self._models[model] = ModelState(step_modes=before.step_modes, jit_compile=before.jit_compile)
+        for owner, key in _entries(self._keys):
+            if int(key.lstrip(string.ascii_letters)) >= first:
+                del self._keys[owner]
+                self._optimizers.pop(owner, None)
 
     def next_move(self) -> int:
         """Return a number larger than those before: the order in which models trained, the same on all ranks."""

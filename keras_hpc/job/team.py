@@ -40,6 +40,7 @@ class Team:
         lacks_nccl: the ways by NCCL that were tried on GPUs and failed.
         device: the GPU that has the tensors of plans of which nothing else is said; None: they are on the host.
         parts: so many neighbouring ranks compute each sample together.
+        untold: a call that this rank has left by an exception, of which others are told in the next one.
         settle: waits for the calls of compiled programs that still run beside Python; None where there are none.
         after_meeting: called when all ranks have come to a call, with whatever they did before it; None: nothing.
     """
@@ -67,6 +68,7 @@ class Team:
         self.lacks_nccl: set[str] = set()
         self.device: int | None = None
         self.parts = 1
+        self.untold: tuple[str, Exception] | None = None
         self._plans: dict[tuple[Any, ...], Plan] = {}
 
     def plan(
@@ -276,9 +278,14 @@ class Team:
 
         Returns without one: the caller raises its own error, which says more.
         """
-        if not isinstance(error, _native.Error):  # those are raised on all ranks
+        if not _is_told(error):
             with contextlib.suppress(_native.Error):
                 self.meet(what, f"{type(error).__name__}: {str(error)[:400]}")
+            error._keras_hpc_is_told = True  # type: ignore[attr-defined]
+
+    def tell_later(self, what: str, error: Exception) -> None:
+        """Tell the other ranks at this rank's next call, as in `refuse`, that it has left a call by an exception."""
+        self.untold = None if _is_told(error) else (what, error)
 
     def agree(self, what: str, items: Sequence[str]) -> None:
         """Raise PlanMismatchError on all ranks unless all make this call and pass equal lists. Collective.
@@ -309,6 +316,9 @@ class Team:
     def _settle(self) -> None:
         if self.settle is not None:
             self.settle()
+        if self.untold is not None:
+            untold, self.untold = self.untold, None
+            self.refuse(*untold)
 
     def _have_met(self) -> None:
         if self.after_meeting is not None:
@@ -339,6 +349,7 @@ class Team:
 
     def close(self) -> None:
         """Frees communicators, threads and memory. Collective."""
+        self.untold = None  # that it leaves tells the others enough
         self._settle()
         if self.selection_key:
             tuning_cache.save(self.native, self.rank, self.selection_key)
@@ -370,6 +381,15 @@ class NonMemberTeam(Team):
 
     def close(self) -> None:
         """Do nothing: this rank holds nothing."""
+
+
+def _is_told(error: BaseException | None) -> bool:
+    """Return whether other ranks know of an error, or of one that it came from: those of the engine all ranks get."""
+    while error is not None:
+        if isinstance(error, _native.Error) or hasattr(error, "_keras_hpc_is_told"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _line(text: str) -> str:

@@ -28,6 +28,7 @@ from keras_hpc.job import current, meter, resources
 from keras_hpc.keras_hooks import (
     batch_logs,
     building,
+    failed_calls,
     keras_private,
     losses,
     metrics,
@@ -105,7 +106,7 @@ def _fit(original: Method) -> Method:
             initial_epoch=bound.arguments.get("initial_epoch", 0),
             session=session,
         )
-        with running.running_call(call):
+        with failed_calls.running_call(call):
             if not call.active and session is None:
                 return original(*bound.args, **bound.kwargs)
             if call.active:
@@ -113,7 +114,7 @@ def _fit(original: Method) -> Method:
                 local_steps.check_callbacks(call, given)
                 whole.check_callbacks(given)
                 root_only.drop(self, bound.arguments)
-                current.team_of(self).retire(current.job().known.gone)
+                failed_calls.agree_on_names(current.team_of(self))
             if session is not None:
                 with session:
                     try:
@@ -139,7 +140,7 @@ def _evaluate(original: Method) -> Method:
         outer = running.call()
         validates = outer is not None and outer.kind == "fit" and outer.model is self
         call = running.Call("evaluate", self, current.active())
-        with running.running_call(call):
+        with failed_calls.running_call(call):
             if not call.active:
                 return original(self, *args, **kwargs)
             bound = signature.bind(self, *args, **kwargs)
@@ -164,7 +165,7 @@ def _predict(original: Method) -> Method:
 
     @functools.wraps(original)
     def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with running.running_call(running.Call("predict", self, current.active())):
+        with failed_calls.running_call(running.Call("predict", self, current.active())):
             if not current.active():
                 return original(self, *args, **kwargs)
             bound = signature.bind(self, *args, **kwargs)
@@ -184,7 +185,7 @@ def _train_on_batch(original: Method) -> Method:
 
     @functools.wraps(original)
     def train_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with running.running_call(running.Call("train_on_batch", self, current.active())):
+        with failed_calls.running_call(running.Call("train_on_batch", self, current.active())):
             if not current.active():
                 return original(self, *args, **kwargs)
             guards.refuse_batches("train_on_batch")
@@ -211,7 +212,7 @@ def _test_on_batch(original: Method) -> Method:
 
     @functools.wraps(original)
     def test_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with running.running_call(running.Call("test_on_batch", self, current.active())):
+        with failed_calls.running_call(running.Call("test_on_batch", self, current.active())):
             if current.active():
                 guards.refuse_batches("test_on_batch")
                 parts.check_same_samples(self, building.batch_of(signature.bind(self, *args, **kwargs)))

@@ -96,6 +96,36 @@ def test_arrays_that_differ():
     assert np.all(keras_hpc.allreduce(np.ones(2, "float32"), op="sum") == keras_hpc.size())
 
 
+def test_an_exception_of_one_rank_ends_the_same_fit_on_all():
+    """A script catches it, as a search of hyperparameters does, and trains its next models."""
+
+    class Bad(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if keras_hpc.rank() == 1:
+                raise OSError("the disk is full")
+
+    x = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
+    y = x[:, :2]
+    caught = []
+    models = [_model(), _model(), _model(), _model()]
+    for number, model in enumerate(models):
+        model.optimizer.learning_rate = 0.1 * (number + 1)
+        try:
+            model.fit(x, y, batch_size=4, verbose=0, callbacks=[Bad()] if number in (0, 2) else [])
+        except Exception as error:  # noqa: BLE001  as such a script does
+            caught.append((number, str(error)))
+    everyone = [list(weights) for weights in zip(*keras_hpc.allgather(_flat(models[1::2])[None]), strict=True)]
+    assert [number for number, _ in caught] == [0, 2]
+    assert all("the disk is full" in text for _, text in caught)
+    assert all(len(set(weights)) == 1 for weights in everyone)
+    assert len(set(_flat(models[1::2]).reshape(2, -1)[:, 0])) == 2  # they have learned at other rates
+    models[0].fit(x, y, batch_size=4, verbose=0)
+
+
+def _flat(models):
+    return np.concatenate([keras.ops.convert_to_numpy(w).ravel() for model in models for w in model.weights])
+
+
 def test_api_after_finalize():
     keras_hpc.finalize()
     with pytest.raises(keras_hpc.NotInitializedError, match=r"finalize\(\)"):

@@ -70,6 +70,14 @@ def test_other_arguments_of_a_layer_are_named(warnings):
     assert "layer `leaky` was made with other arguments" in text
 
 
+def test_the_size_of_a_first_batch_is_no_other_argument(warnings):
+    """Keras makes an input layer of it, and ranks have other sizes where a batch cannot be shared out evenly."""
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(*samples(3), batch_size=3, verbose=0)
+    assert not warnings()
+
+
 @enough_on("tensorflow")
 def test_a_pipeline_that_gives_other_words(warnings):
     tf = pytest.importorskip("tensorflow")

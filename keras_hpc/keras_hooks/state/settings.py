@@ -73,7 +73,10 @@ def _vocabulary(layer: Any) -> tuple[str, int, list[str]]:
 def _settings(layer: Any) -> str:
     """Return a digest of what a layer was made with; an empty text where it does not say."""
     try:
-        return _digest(_plain(layer.get_config()))
+        config = _plain(layer.get_config())
+        if isinstance(layer, keras.layers.InputLayer):  # Keras may make it of the first batch, of this rank's size
+            config["batch_shape"] = config["batch_shape"][1:]
+        return _digest(config)
     except Exception:  # noqa: BLE001  it cannot be saved either, which is not for this warning to say
         return ""
 
