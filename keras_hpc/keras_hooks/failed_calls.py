@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What follows when `fit`, `evaluate` or the like ends in an exception, which a script may catch to go on.
 
-All ranks must leave such a call, or one trains its next model while another still trains this one. The rank that fails
-tells the others as soon as it communicates again, not at once: where nobody catches the exception, it ends the job. The
-others then raise a `PlanMismatchError` out of the same call. What ranks knew of the model goes, as each may have come to
-another point, and names that the call has given: the next call finds ranks as if they had never begun this one.
+All ranks must leave such a call, or one trains its next model while another still trains this one. The rank that
+fails tells the others as soon as it communicates again, not at once: where nobody catches the exception, it ends the
+job. The others then raise a `PlanMismatchError` out of the same call. What ranks knew of the model goes, as each may
+have come to another point, and so do the names that the call has given: the next call finds ranks as if they had never
+begun this one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from keras_hpc.keras_hooks import running
 
 @contextlib.contextmanager
 def running_call(call: running.Call) -> Iterator[None]:
-    """Context in which `call` runs, as in `running.running_call`; an exception that leaves it is told to other ranks."""
+    """Context in which `call` runs, as in `running.running_call`. Other ranks are told of an exception that leaves it."""
     if not call.active or running.call() is not None:  # what fails in the midst of a call may be caught there
         with running.running_call(call):
             yield
