@@ -20,7 +20,7 @@ from keras_hpc.keras_hooks import running
 
 @contextlib.contextmanager
 def running_call(call: running.Call) -> Iterator[None]:
-    """Context in which `call` runs, as in `running.running_call`. Other ranks are told of an exception that leaves it."""
+    """Context in which `call` runs, as in `running.running_call`. Ranks are told of an exception that leaves it."""
     if not call.active or running.call() is not None:  # what fails in the midst of a call may be caught there
         with running.running_call(call):
             yield
