@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows when `fit`, `evaluate` or the like ends in an exception, which a script may catch to go on.
+"""What follows when `fit`, `evaluate` or `predict` ends in an exception, which a script may catch to go on.
 
 All ranks must leave such a call, or one trains its next model while another still trains this one. The rank that
 fails tells the others as soon as it communicates again, not at once: where nobody catches the exception, it ends the

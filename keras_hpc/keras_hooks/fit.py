@@ -107,8 +107,6 @@ def _fit(original: Method) -> Method:
             session=session,
         )
         with failed_calls.running_call(call):
-            if not call.active and session is None:
-                return original(*bound.args, **bound.kwargs)
             if call.active:
                 guards.forget()
                 local_steps.check_callbacks(call, given)
@@ -185,7 +183,7 @@ def _train_on_batch(original: Method) -> Method:
 
     @functools.wraps(original)
     def train_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with failed_calls.running_call(running.Call("train_on_batch", self, current.active())):
+        with running.running_call(running.Call("train_on_batch", self, current.active())):
             if not current.active():
                 return original(self, *args, **kwargs)
             guards.refuse_batches("train_on_batch")
@@ -212,7 +210,7 @@ def _test_on_batch(original: Method) -> Method:
 
     @functools.wraps(original)
     def test_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with failed_calls.running_call(running.Call("test_on_batch", self, current.active())):
+        with running.running_call(running.Call("test_on_batch", self, current.active())):
             if current.active():
                 guards.refuse_batches("test_on_batch")
                 parts.check_same_samples(self, building.batch_of(signature.bind(self, *args, **kwargs)))
@@ -251,8 +249,8 @@ def _open_data(original: Method) -> Method:
             if job.group is not None:
                 parts.check_same_samples(call.model, sharding.first_samples(bound.arguments, adapter))
             if adapter is not None:
-                shared = ("y", "sample_weight", "class_weight", "batch_size")
-                bound.arguments.update(dict.fromkeys(shared), x=adapter, shuffle=False)
+                none = dict.fromkeys(("y", "sample_weight", "class_weight", "batch_size"))
+                bound.arguments.update(none, x=adapter, shuffle=False)
         original(*bound.args, **bound.kwargs)
         if call is not None and call.adapter is None:  # `fit` opens its own data first, then those of its validation
             call.adapter = self.data_adapter
