@@ -155,7 +155,8 @@ class Known:
 
         Args:
             model: the model. What the user has set for it stays.
-            first: `named` when the call began. Keys that were given since are gone, with what is known of their owners.
+            first: `named` when the call began. Keys that were given since are gone, with what is known of their owners,
+                but for how the variables that they have made are shared out.
         """
         self.has_failed = True
         before = self.model(model)
@@ -163,7 +164,8 @@ class Known:
         for owner, key in _entries(self._keys):
             if int(key.lstrip(string.ascii_letters)) >= first:
                 del self._keys[owner]
-                self._optimizers.pop(owner, None)
+                if owner in self._optimizers:
+                    self._optimizers[owner] = OptimizerState(shards=self._optimizers[owner].shards)
 
     def next_move(self) -> int:
         """Return a number larger than those before: the order in which models trained, the same on all ranks."""

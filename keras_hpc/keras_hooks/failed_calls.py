@@ -71,6 +71,8 @@ def _forget(job: current.Job, model: Any, first: int) -> None:
     state = job.known.model(model)
     if state.early_start is not None:
         state.early_start.remove()
+    if job.virtual is not None:
+        job.virtual.states.clear()
     job.known.forget(model, first)
     # They may hold plans by names that are gone.
     model.train_function = model.test_function = None
