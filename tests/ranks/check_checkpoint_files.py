@@ -174,8 +174,8 @@ def test_variables_in_pieces_of_several_dtypes(folder, monkeypatch):
 
     def make():
         keras.utils.set_random_seed(5)
-        layers = [keras.Input((6,)), keras.layers.Dense(9, dtype="bfloat16"), keras.layers.Dense(3, dtype="float16")]
-        return compiled(keras.Sequential(layers))
+        layers = [keras.layers.Dense(9, dtype="bfloat16"), keras.layers.Dense(3, "softmax", dtype="float16")]
+        return compiled(keras.Sequential([keras.Input((6,)), *layers]))
 
     def names():
         parts = Path(folder, "pieces", "step-000000024").glob("*.safetensors")

@@ -137,8 +137,11 @@ def apply(
         for one in model_variables.with_held(optimizer):
             one._iterations.assign(one._iterations + 1)
 
-    if count is None or (isinstance(count, (int, float)) and count > 0):
+    is_known = count is None or isinstance(count, (int, float))
+    if is_known and (count is None or count > 0):
         whole()
+    elif is_known and not line.synchronous:
+        nothing()
     else:
         due = keras.ops.logical_or(keras.ops.cast(count, "float32") > 0, together) if line.synchronous else count > 0
         local.update_if(due, whole, nothing, [*line.weights, *line.slots])
