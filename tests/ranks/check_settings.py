@@ -70,6 +70,24 @@ def test_other_arguments_of_a_layer_are_named(warnings):
     assert "layer `leaky` was made with other arguments" in text
 
 
+@enough_on("jax")
+def test_other_arguments_of_compile_are_named(warnings):
+    x, y = samples()
+    mine = job().rank
+    loss = keras.losses.Huber(1.0, name=f"huber{mine}")
+    for what, rate, used in (
+        ("", 0.01, loss),
+        ("", 0.01, lambda true, predicted: keras.ops.mean((true - predicted) ** 2)),
+        ("optimizer", 0.01 + 0.01 * mine, loss),  # as a search suggests to each rank
+        ("loss", 0.01, "mse" if mine else "mae"),
+    ):
+        model = compiled()
+        model.compile(keras.optimizers.Adam(rate, name=f"adam{mine}"), used)
+        told = len(warnings())
+        model.fit(x, y, verbose=0)
+        assert [f"`{what}` of compile()" in text for text in warnings()[told:]] == [True] * bool(what and mine == 0)
+
+
 def test_the_size_of_a_first_batch_is_no_other_argument(warnings):
     """Keras makes an input layer of it, and ranks have other sizes where a batch cannot be shared out evenly."""
     model = keras.Sequential([keras.layers.Dense(1)])

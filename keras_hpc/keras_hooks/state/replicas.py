@@ -87,12 +87,12 @@ def synchronize(model: Any) -> bool:
     """
     team = current.team_of(model)
     whole.check_loaded_alike(model)
+    settings.check(model)
     seeds = [generator.state for generator in seed_generators(model)]
     apart = known_apart()
     shared = [v for v in (*replicated_variables(model), *accumulators(model), *seeds) if id(v) not in apart]
     differed = broadcast_variables(team, [*shared, *common_buffers(model)])
     derive(model)
-    settings.check(model)
     state = current.job().known.model(model)
     state.synchronized, state.has_loaded = len(replicated_variables(model)), False
     state.statistics_moved = 0
