@@ -57,10 +57,11 @@ def fault_of_layer(node: Any, axes: Sequence[int]) -> str | None:
     """
     layer, tensors, extents = node.operation, node.input_tensors, node.outputs[0].shape
     random = adds_losses = False
+    kept: Arrays = []
 
     def caller(training: bool) -> Call:
         def call(arrays: Arrays) -> list[Any]:
-            nonlocal random, adds_losses
+            nonlocal random, adds_losses, kept
             pairs = zip(tensors, arrays, strict=True)
             given = {id(x): keras.ops.convert_to_tensor(a, dtype=x.dtype) for x, a in pairs}
             args, kwargs = node.arguments.fill_in(given)
@@ -70,6 +71,7 @@ def fault_of_layer(node: Any, axes: Sequence[int]) -> str | None:
                 outputs: list[Any] = keras.tree.flatten(layer(*args, **kwargs))
             random = random or (not training and bool(scope.state_mapping))  # it keeps something, as a seed
             adds_losses = adds_losses or bool(scope.losses)
+            kept = [np.asarray(backends.current().to_numpy(value)) for value in scope.state_mapping.values()]
             return outputs
 
         return call
@@ -85,7 +87,7 @@ def fault_of_layer(node: Any, axes: Sequence[int]) -> str | None:
             ]
             ways = [*alone, *trained], alone, shapes, axis, rows, split, layer.compute_dtype
             try:
-                found = _fault(*ways, lambda: random)
+                found = _fault(*ways, lambda: random, lambda: kept)
             except Exception as error:  # noqa: BLE001  whatever it is, a part would get it, too
                 found = None if few else _cannot(axis, error)  # it may need all rows of another axis
             if found or adds_losses:
@@ -116,6 +118,7 @@ def _fault(
     split: Sequence[bool],
     dtype: str,
     is_random: Callable[[], bool] = lambda: False,
+    kept: Callable[[], Arrays] = list,
 ) -> str | None:
     """Return what the answers of calls tell of an axis.
 
@@ -128,6 +131,7 @@ def _fault(
         split: which of the inputs have positions along it.
         dtype: in which they compute.
         is_random: whether any call drew random numbers.
+        kept: what the last call assigned to variables.
     """
     random = np.random.default_rng(0)
     given = [_made_up(random, *of) for of in shapes]
@@ -149,9 +153,11 @@ def _fault(
                 if cut:
                     x[rows] = own
             for call in filter(repeats, beside):
-                answer, other = ([y[rows] for y in numbers(call, x)] for x in (given, changed))
-                if not _alike(answer, other, tolerance):
+                answer, state = [y[rows] for y in numbers(call, given)], kept()
+                if not _alike(answer, [y[rows] for y in numbers(call, changed)], tolerance):
                     return f"mixes positions along axis {axis}: its values change beside others"
+                if not _alike(state, kept(), tolerance):
+                    return f"keeps numbers of all positions along axis {axis}, of which each rank would see a part"
             for call in filter(repeats, without):
                 answer = [y[rows] for y in numbers(call, given)]
                 if not is_random() and not _alike(answer, numbers(call, part, half.stop - half.start), tolerance):

@@ -67,6 +67,16 @@ class Sparse(layers.Layer):
         return x
 
 
+class Moving(layers.Layer):
+    def build(self, shape):
+        self.largest = self.add_weight(shape=(), trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(x)))
+        return x
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -75,6 +85,7 @@ class Sparse(layers.Layer):
         (lambda: layers.Reshape((36, 6, 6), activity_regularizer="l2"), "activity_regularizer"),
         (lambda: layers.SpectralNormalization(layers.Conv2D(3, 3), activity_regularizer="l2"), "activity_regularizer"),
         (lambda: keras_hpc.spatial.pointwise(Sparse)(), "adds a loss of its own"),
+        (lambda: keras_hpc.spatial.pointwise(Moving)(), "keeps numbers of all positions"),
         # By the numbers of rows, which few samples do not tell.
         (lambda: layers.Lambda(lambda x: keras.ops.concatenate([2 * x[:, :9], x[:, 9:]], 1)), "axis 1"),
     ],
