@@ -71,7 +71,7 @@ def fault_of_layer(node: Any, axes: Sequence[int]) -> str | None:
                 outputs: list[Any] = keras.tree.flatten(layer(*args, **kwargs))
             random = random or (not training and bool(scope.state_mapping))  # it keeps something, as a seed
             adds_losses = adds_losses or bool(scope.losses)
-            kept = [np.asarray(backends.current().to_numpy(value)) for value in scope.state_mapping.values()]
+            kept = [_number(value) for value in scope.state_mapping.values()]
             return outputs
 
         return call
@@ -173,10 +173,15 @@ def _made_up(random: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 def _numbers(outputs: Sequence[Any], axis: int, rows: int) -> Arrays:
     """Return what was computed, which must have as many positions as were given."""
-    found = [backends.current().to_numpy(keras.ops.cast(y, "float32")) for y in outputs]
+    found = [_number(y) for y in outputs]
     if wrong := [y.shape for y in found if y.ndim <= axis or y.shape[axis] != rows]:
         raise ValueError(f"outputs of shape {wrong[0]} for {rows} positions")
     return found
+
+
+def _number(value: Any) -> np.ndarray:
+    """Return a tensor in a form that NumPy knows, whatever its dtype."""
+    return np.asarray(backends.current().to_numpy(keras.ops.cast(value, "float32")))
 
 
 def _alike(found: Arrays, expected: Arrays, tolerance: float) -> bool:
