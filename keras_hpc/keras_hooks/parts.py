@@ -51,8 +51,8 @@ def use(model: Any, plan: Plan) -> None:
     own = [layer for layer in adding if not type(layer).__module__.startswith("keras.")]
     if plan.is_split and own:
         raise ValueError(
-            "A layer of a model in parts cannot add a loss of its own. Received: "
-            f"`{own[0].name}` ({type(own[0]).__name__})"
+            "A layer of a model in parts cannot add a loss of its own. Expected a loss in compile, or "
+            f"keras_hpc.partition(model, parts=1). Received: `{own[0].name}` ({type(own[0]).__name__})"
         )
     masks = Masks(keras_private.get(keras_private.GET_MASK), keras_private.get(keras_private.SET_MASK))
     runner = Runner(plan, group, seeds.of_part, masks) if plan.is_split else None

@@ -2,11 +2,13 @@
 """Asks functions and layers of a user's own, on small samples, whether they compute each position by itself.
 
 What they give for half of the positions must stay as it is when the others change, with the same random numbers, in
-training and else; and, where nothing is random, when the others are not there.
+training and else; and, where nothing is random, when the others are not there. A layer is also asked about as many
+positions as there will be, for it may know their numbers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ import numpy as np
 from keras_hpc import backends
 
 _ROWS = 6  # of each sample along the axis that is asked about; half of them are compared
+_MOST = 2**18  # numbers of a tensor with all rows; of a larger one other axes get few rows, too
 _SAMPLES, _CHANNELS = 2, 4
 _FINE, _COARSE = 1e-3, 2e-2  # of the largest value, with 32 bits and with 16
 
@@ -36,7 +39,11 @@ def fault_of_function(function: Callable[..., Any], rank: int) -> str | None:
         return [function(keras.ops.convert_to_tensor(arrays[0]))]
 
     for axis in range(1, rank - 1):
-        if found := _fault([call], [call], [(shape, "float32")], axis, [True], "float32"):
+        try:
+            found = _fault([call], [call], [(shape, "float32")], axis, _ROWS, [True], "float32")
+        except Exception as error:  # noqa: BLE001  whatever it is, a part would get it, too
+            found = _cannot(axis, error)
+        if found:
             return found
     return None
 
@@ -49,11 +56,12 @@ def fault_of_layer(node: Any, axes: Sequence[int]) -> str | None:
         axes: along which its inputs are split.
     """
     layer, tensors, extents = node.operation, node.input_tensors, node.outputs[0].shape
-    random = False
+    random = adds_losses = False
+    kept: Arrays = []
 
     def caller(training: bool) -> Call:
         def call(arrays: Arrays) -> list[Any]:
-            nonlocal random
+            nonlocal random, adds_losses, kept
             pairs = zip(tensors, arrays, strict=True)
             given = {id(x): keras.ops.convert_to_tensor(a, dtype=x.dtype) for x, a in pairs}
             args, kwargs = node.arguments.fill_in(given)
@@ -62,6 +70,8 @@ def fault_of_layer(node: Any, axes: Sequence[int]) -> str | None:
             with keras.StatelessScope(collect_losses=True) as scope:
                 outputs: list[Any] = keras.tree.flatten(layer(*args, **kwargs))
             random = random or (not training and bool(scope.state_mapping))  # it keeps something, as a seed
+            adds_losses = adds_losses or bool(scope.losses)
+            kept = [_number(value) for value in scope.state_mapping.values()]
             return outputs
 
         return call
@@ -70,15 +80,32 @@ def fault_of_layer(node: Any, axes: Sequence[int]) -> str | None:
     trained = [caller(True)] if layer._call_has_training_arg else []
     for axis in axes:
         split = [len(x.shape) > axis and x.shape[axis] == extents[axis] for x in tensors]
-        shapes = [(_small(x, axis if cut else None), x.dtype) for x, cut in zip(tensors, split, strict=True)]
-        if found := _fault([*alone, *trained], alone, shapes, axis, split, layer.compute_dtype, lambda: random):
-            return found
+        for rows in sorted({_ROWS, max(_ROWS, extents[axis])}):
+            few = rows > _ROWS and any(math.prod(_small(x, axis, rows)) > _MOST for x in tensors)
+            shapes = [
+                (_small(x, axis if cut else None, rows, few), x.dtype) for x, cut in zip(tensors, split, strict=True)
+            ]
+            ways = [*alone, *trained], alone, shapes, axis, rows, split, layer.compute_dtype
+            try:
+                found = _fault(*ways, lambda: random, lambda: kept)
+            except Exception as error:  # noqa: BLE001  whatever it is, a part would get it, too
+                found = None if few else _cannot(axis, error)  # it may need all rows of another axis
+            if found or adds_losses:
+                return found or "adds a loss of its own, which would be of a part only"
     return None
 
 
-def _small(tensor: Any, axis: int | None) -> tuple[int, ...]:
-    """Return the shape of a tensor of few samples, and few positions along an axis."""
-    shape = [_ROWS if n is None or place == axis else n for place, n in enumerate(tensor.shape)]
+def _cannot(axis: int, error: Exception) -> str:
+    return f"cannot compute a part of its axis {axis}: {type(error).__name__}: {str(error)[:200]}"
+
+
+def _small(tensor: Any, axis: int | None, rows: int, few: bool = False) -> tuple[int, ...]:
+    """Return the shape of a tensor of few samples, so many positions along an axis, and few along others if told so."""
+    last = len(tensor.shape) - 1
+    shape = [
+        rows if place == axis else _ROWS if n is None else min(n, _ROWS) if few and place < last else n
+        for place, n in enumerate(tensor.shape)
+    ]
     return (_SAMPLES, *shape[1:]) if shape else ()
 
 
@@ -87,9 +114,11 @@ def _fault(
     without: Sequence[Call],
     shapes: Sequence[tuple[tuple[int, ...], str]],
     axis: int,
+    count: int,
     split: Sequence[bool],
     dtype: str,
     is_random: Callable[[], bool] = lambda: False,
+    kept: Callable[[], Arrays] = list,
 ) -> str | None:
     """Return what the answers of calls tell of an axis.
 
@@ -98,39 +127,41 @@ def _fault(
         without: calls that are asked without other positions.
         shapes: of their inputs, and their dtypes.
         axis: about which they are asked.
+        count: how many positions there are along it.
         split: which of the inputs have positions along it.
         dtype: in which they compute.
         is_random: whether any call drew random numbers.
+        kept: what the last call assigned to variables.
     """
     random = np.random.default_rng(0)
     given = [_made_up(random, *of) for of in shapes]
     others = [3 * x + 1 if x.dtype.kind == "f" else 1 - x.astype("int8") for x in given]
     tolerance = _COARSE if "16" in dtype else _FINE
 
-    def repeats(call: Call) -> bool:  # else it draws what Keras knows nothing of
-        return _alike(_numbers(call(given), axis), _numbers(call(given), axis), tolerance)
+    def numbers(call: Call, arrays: Arrays, rows: int = count) -> Arrays:
+        return _numbers(call(arrays), axis, rows)
 
-    try:
-        with backends.current().outside_programs():
-            for half in (slice(0, _ROWS // 2), slice(_ROWS // 2, _ROWS)):
-                rows = (slice(None),) * axis + (half,)
-                part = [x[rows] if cut else x for x, cut in zip(given, split, strict=True)]
-                changed = [
-                    other.astype(x.dtype) if cut else x for x, other, cut in zip(given, others, split, strict=True)
-                ]
-                for x, own, cut in zip(changed, part, split, strict=True):
-                    if cut:
-                        x[rows] = own
-                for call in filter(repeats, beside):
-                    answer, other = ([y[rows] for y in _numbers(call(x), axis)] for x in (given, changed))
-                    if not _alike(answer, other, tolerance):
-                        return f"mixes positions along axis {axis}: its values change beside others"
-                for call in filter(repeats, without):
-                    answer = [y[rows] for y in _numbers(call(given), axis)]
-                    if not is_random() and not _alike(answer, _numbers(call(part), axis, _ROWS // 2), tolerance):
-                        return f"needs all positions along axis {axis}: its values change without others"
-    except Exception as error:  # noqa: BLE001  whatever it is, a part would get it, too
-        return f"cannot compute a part of its axis {axis}: {type(error).__name__}: {str(error)[:200]}"
+    def repeats(call: Call) -> bool:  # else it draws what Keras knows nothing of
+        return _alike(numbers(call, given), numbers(call, given), tolerance)
+
+    with backends.current().outside_programs():
+        for half in (slice(0, count // 2), slice(count // 2, count)):
+            rows = (slice(None),) * axis + (half,)
+            part = [x[rows] if cut else x for x, cut in zip(given, split, strict=True)]
+            changed = [other.astype(x.dtype) if cut else x for x, other, cut in zip(given, others, split, strict=True)]
+            for x, own, cut in zip(changed, part, split, strict=True):
+                if cut:
+                    x[rows] = own
+            for call in filter(repeats, beside):
+                answer, state = [y[rows] for y in numbers(call, given)], kept()
+                if not _alike(answer, [y[rows] for y in numbers(call, changed)], tolerance):
+                    return f"mixes positions along axis {axis}: its values change beside others"
+                if not _alike(state, kept(), tolerance):
+                    return f"keeps numbers of all positions along axis {axis}, of which each rank would see a part"
+            for call in filter(repeats, without):
+                answer = [y[rows] for y in numbers(call, given)]
+                if not is_random() and not _alike(answer, numbers(call, part, half.stop - half.start), tolerance):
+                    return f"needs all positions along axis {axis}: its values change without others"
     return None
 
 
@@ -140,12 +171,17 @@ def _made_up(random: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return np.asarray(random.integers(0, 2, shape), dtype)
 
 
-def _numbers(outputs: Sequence[Any], axis: int, rows: int = _ROWS) -> Arrays:
+def _numbers(outputs: Sequence[Any], axis: int, rows: int) -> Arrays:
     """Return what was computed, which must have as many positions as were given."""
-    found = [backends.current().to_numpy(keras.ops.cast(y, "float32")) for y in outputs]
+    found = [_number(y) for y in outputs]
     if wrong := [y.shape for y in found if y.ndim <= axis or y.shape[axis] != rows]:
         raise ValueError(f"outputs of shape {wrong[0]} for {rows} positions")
     return found
+
+
+def _number(value: Any) -> np.ndarray:
+    """Return a tensor in a form that NumPy knows, whatever its dtype."""
+    return np.asarray(backends.current().to_numpy(keras.ops.cast(value, "float32")))
 
 
 def _alike(found: Arrays, expected: Arrays, tolerance: float) -> bool:

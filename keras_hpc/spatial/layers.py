@@ -229,16 +229,23 @@ def is_pointwise(layer: Any, rank: int) -> bool:
 
 def fault(layer: Any, rank: int) -> str | None:
     """Return why a layer that would be split cannot be, whatever its class allows; or None."""
+    if reason := fault_of_regularizer(layer):
+        return reason
     layer = core_of(layer)
     if reason := fault_of_format(layer):
         return reason
-    if getattr(layer, "activity_regularizer", None) is not None:
-        return "has an activity_regularizer, which would see a part only"
     if type(layer) is layers.BatchNormalization and layer.axis not in (-1, rank - 1):
         return f"normalizes along axis {layer.axis}, not along the channels"
     if getattr(layer, "quantization_mode", None) is not None:
         return "is quantized"
     return _fault_of_activation(getattr(layer, "activation", None), rank)
+
+
+def fault_of_regularizer(layer: Any) -> str | None:
+    """Return what is wrong with a layer, whatever its kind, whose output is regularized; None: it is not."""
+    if all(getattr(one, "activity_regularizer", None) is None for one in (layer, core_of(layer))):
+        return None
+    return "has an activity_regularizer, which would see a part only"
 
 
 def interpolates_elsewhere(layer: Any, x: Any, output: Any) -> bool:

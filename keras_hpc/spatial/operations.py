@@ -74,7 +74,8 @@ def effect_of(node: Any, parts: Sequence[int]) -> Effect | None:
         return None
     if name in _REDUCTIONS:
         gone = reduced_axes(operation, rank)
-        stay = range(rank) if operation.keepdims else [axis for axis in range(rank) if axis not in gone]
+        keeps = getattr(operation, "keepdims", False)  # counts of what is not zero have none
+        stay = range(rank) if keeps else [axis for axis in range(rank) if axis not in gone]
         return _kept_by(stay, rank, gone)
     effect = _OTHERS.get(name)
     return effect(node, parts) if effect else None

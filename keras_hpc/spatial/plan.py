@@ -74,6 +74,8 @@ class Plan:
             self.splits[id(tensor)] = split
         for node in nodes_of(model):
             step = self.steps[id(node)] = self._step(node, has_images)
+            if any(step.splits) and (reason := kinds.fault_of_regularizer(node.operation)):
+                raise self._refusal(node.operation, reason)
             self.splits.update((id(x), split) for x, split in zip(node.outputs, step.splits, strict=True))
 
     @property
@@ -337,7 +339,9 @@ def nodes_of(model: Any) -> Iterator[Any]:
 
 def _has_constants(node: Any) -> bool:
     """Return whether an operand has positions, but is no tensor of the model: nobody says which part it is."""
-    for value in keras.tree.flatten((node.arguments.args, node.arguments.kwargs)):
+    kept = () if isinstance(node.operation, keras.layers.Layer) else vars(node.operation).values()
+    arrays = [value for value in kept if hasattr(value, "shape")]  # as the limits of `keras.ops.clip`
+    for value in keras.tree.flatten((node.arguments.args, node.arguments.kwargs, arrays)):
         shape = np.shape(value) if not hasattr(value, "shape") else tuple(value.shape)
         if not isinstance(value, keras.KerasTensor) and any(n > 1 for n in shape[:-1]):
             return True

@@ -339,6 +339,7 @@ def test_moments_over_all_that_is_split_are_combined():
     kinds_of = {type(node.operation).__name__: step.kind for node, step in plan.nodes()}
     assert kinds_of["Moments"] == "reduction"
     assert plan.outputs == [{1}]
+    assert partition(keras.Model(inputs, keras.ops.count_nonzero(x, axis=-1)), 2).outputs == [{1}]
 
 
 def test_refused_models():

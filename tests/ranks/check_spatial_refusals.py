@@ -58,6 +58,44 @@ def test_refusals_come_from_compile(grid):
         keras_hpc.keep_local(model.layers[0])
 
 
+class Sparse(layers.Layer):
+    def call(self, x):
+        return self.with_loss(x)
+
+    def with_loss(self, x):
+        self.add_loss(keras.ops.sum(keras.ops.square(x)))
+        return x
+
+
+class Moving(layers.Layer):
+    def build(self, shape):
+        self.largest = self.add_weight(shape=(), trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(x)))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        # Whatever the kind of the layer, and whoever has the regularizer.
+        (lambda: layers.Softmax(activity_regularizer="l2"), "activity_regularizer"),
+        (lambda: layers.Reshape((36, 6, 6), activity_regularizer="l2"), "activity_regularizer"),
+        (lambda: layers.SpectralNormalization(layers.Conv2D(3, 3), activity_regularizer="l2"), "activity_regularizer"),
+        (lambda: keras_hpc.spatial.pointwise(Sparse)(), "adds a loss of its own"),
+        (lambda: keras_hpc.spatial.pointwise(Moving)(), "keeps numbers of all positions"),
+        # By the numbers of rows, which few samples do not tell.
+        (lambda: layers.Lambda(lambda x: keras.ops.concatenate([2 * x[:, :9], x[:, 9:]], 1)), "axis 1"),
+    ],
+)
+def test_what_would_see_a_part_only(make, words, grid):
+    model = keras.Sequential([keras.Input((36, 12, 3)), layers.Conv2D(3, 3, padding="same"), make()])
+    with pytest.raises(ValueError, match=rf"cannot be computed in parts: it .*{words}"):
+        model.compile("sgd", "mse")
+
+
 def test_arguments_of_init():
     with pytest.raises(ValueError, match=f"Expected a number of ranks that {ranks() + 1} divides"):
         keras_hpc.init(spatial=ranks() + 1)
