@@ -198,7 +198,7 @@ def test_sparse_gradients_and_sums():
                 self.value.assign(keras.ops.maximum(self.value, metric.value))
 
         def result(self):
-            return self.value
+            return keras.ops.convert_to_tensor(self.value)
 
     def train():
         inputs = keras.Input((5,), dtype="int32")
