@@ -174,6 +174,7 @@ def test_targets_among_the_inputs(named):
     compare(make, x={"x": X, "y": Y} if named else [X, Y], y=None)
 
 
+@enough_on("tensorflow", "torch")
 def test_a_loss_that_is_neither_is_refused():
     model = dense(Adds(lambda x: ops.logsumexp(x)))
     model.compile("sgd", "mse")

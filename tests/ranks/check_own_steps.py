@@ -121,6 +121,7 @@ class Counting(OwnStep):
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="has nothing of its own that could be set")
+@enough_on("torch")
 def test_a_trial_of_a_step_leaves_tensors_among_its_attributes_alone():
     model = Counting(lambda y, p: ops.mean(ops.square(y - p)))
     model.compile(keras.optimizers.SGD(1e-3))

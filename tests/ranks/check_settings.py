@@ -149,10 +149,11 @@ def test_weights_that_a_loop_moves_apart_are_named_when_they_become_equal(warnin
     assert all("become those of rank 0" in text for text in warnings())
 
 
+FURTHER = [pytest.param(*case, marks=enough_on()) for case in (("embeddings", 0.1), ("kernel", 1e-6), ("rate", 1e-6))]
+
+
 @pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="others give dense gradients of embeddings")
-@pytest.mark.parametrize(
-    ("moved", "off"), [("embeddings", 1e-6), ("embeddings", 0.1), ("kernel", 1e-6), ("rate", 1e-6)]
-)
+@pytest.mark.parametrize(("moved", "off"), [("embeddings", 1e-6), *FURTHER])
 def test_embeddings_that_gpus_round_otherwise_become_those_of_the_root(moved, off, warnings, monkeypatch):
     """A GPU adds up rows in no fixed order. Here rank 1 only says that it has one, and rounds otherwise."""
     if job().rank == 1:

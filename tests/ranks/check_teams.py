@@ -52,7 +52,7 @@ def traced(work):
     return sorted(json.loads(_native.take_trace()), key=lambda event: event[3])  # name, kind, team, begin, end
 
 
-@enough_on("tensorflow", "torch")
+@enough_on("torch")
 def test_pipelined_teams_are_on_their_way_at_the_same_time(team_job):
     for team in (0, 1):
         keras_hpc.configure_team(team, schedule="pipelined")
@@ -80,6 +80,7 @@ def test_pipelined_teams_are_on_their_way_at_the_same_time(team_job):
 
 
 @pytest.mark.skipif(is_jax, reason="XLA runs one program at a time on a CPU")
+@enough_on("torch")
 def test_a_team_that_waits_does_not_hold_up_the_other(team_job):
     models = [model_on(0, "first"), model_on(1, "second")]
     for model in models:
@@ -294,6 +295,7 @@ def test_a_signal_or_a_file_begins_and_ends_recording(tmp_path):
         assert recorded(path) == [["asked train"], ["asked train"] * 2]
 
 
+@enough_on("torch")
 def test_a_trace_that_cannot_be_written_on_one_rank_is_refused_on_all(tmp_path):
     keras_hpc.init()
     rank = keras_hpc.rank()
@@ -306,6 +308,7 @@ def test_a_trace_that_cannot_be_written_on_one_rank_is_refused_on_all(tmp_path):
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
 
+@enough_on("torch")
 def test_clocks_of_nodes_are_compared(monkeypatch):
     """Ranks of one machine have one clock: one of them shifted here by a minute."""
     keras_hpc.init()
