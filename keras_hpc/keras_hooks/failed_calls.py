@@ -11,6 +11,7 @@ begun this one.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,14 +27,14 @@ def running_call(call: running.Call) -> Iterator[None]:
             yield
         return
     job = current.job()
-    first = job.known.named
+    first, handled = job.known.named, sys.exc_info()[1]
     try:
         with running.running_call(call):
             yield
     except Exception as error:
         if current.is_initialized() and current.job() is job:
             _forget(job, call.model, first)
-            current.team_of(call.model).tell_later(f"Model.{call.kind}()", error)
+            current.team_of(call.model).tell_later(f"Model.{call.kind}()", error, handled)
         raise
 
 
