@@ -184,34 +184,26 @@ KHPC_INLINE void sum_in_tree_as(const Source* sources, size_t n, void* const* ou
   }
 }
 
-// Calls f with a value of the element type and a compile-time Op.
-template <class F>
-KHPC_INLINE void dispatch(DType dtype, Op op, F&& f) {
-  const auto with_op = [&](auto element) __attribute__((always_inline)) {
-    if (op == Op::min)
-      f(element, std::integral_constant<Op, Op::min>{});
-    else if (op == Op::max)
-      f(element, std::integral_constant<Op, Op::max>{});
-    else if (op == Op::product)
-      f(element, std::integral_constant<Op, Op::product>{});
-    else
-      f(element, std::integral_constant<Op, Op::sum>{});
-  };
-  switch (dtype) {
-    case DType::float16:
-      return with_op(Float16{});
-    case DType::bfloat16:
-      return with_op(BFloat16{});
-    case DType::float32:
-      return with_op(float{});
-    case DType::float64:
-      return with_op(double{});
-    case DType::int32:
-      return with_op(int32_t{});
-    case DType::int64:
-      return with_op(int64_t{});
+// A function for each type: compilers need twice the time for one of all, and clang makes no clones of a template.
+#define KHPC_REDUCE(name, T)                                                                                    \
+  KHPC_CLONES void name(Op op, const Source* sources, size_t n, bool weighted, double scale, void* const* outs, \
+                        size_t n_outs, size_t count) {                                                          \
+    if (op == Op::min)                                                                                          \
+      reduce_as<T, Op::min>(sources, n, weighted, scale, outs, n_outs, count);                                  \
+    else if (op == Op::max)                                                                                     \
+      reduce_as<T, Op::max>(sources, n, weighted, scale, outs, n_outs, count);                                  \
+    else if (op == Op::product)                                                                                 \
+      reduce_as<T, Op::product>(sources, n, weighted, scale, outs, n_outs, count);                              \
+    else                                                                                                        \
+      reduce_as<T, Op::sum>(sources, n, weighted, scale, outs, n_outs, count);                                  \
   }
-}
+KHPC_REDUCE(reduce_float16, Float16)
+KHPC_REDUCE(reduce_bfloat16, BFloat16)
+KHPC_REDUCE(reduce_float32, float)
+KHPC_REDUCE(reduce_float64, double)
+KHPC_REDUCE(reduce_int32, int32_t)
+KHPC_REDUCE(reduce_int64, int64_t)
+#undef KHPC_REDUCE
 
 // Arithmetic as IEEE 754 has it, whoever computes: threads of frameworks take values below 2^-126 for zero, and results
 // must not depend on which thread comes to compute them.
@@ -247,12 +239,26 @@ class PlainArithmetic {
 
 }  // namespace
 
-KHPC_CLONES void reduce(DType dtype, Op op, const Source* sources, size_t n_sources, bool weighted, double scale,
-                        void* const* outs, size_t n_outs, size_t count) {
+void reduce(DType dtype, Op op, const Source* sources, size_t n_sources, bool weighted, double scale, void* const* outs,
+            size_t n_outs, size_t count) {
   const PlainArithmetic plain;
-  dispatch(dtype, op, [&](auto element, auto which) __attribute__((always_inline)) {
-    reduce_as<decltype(element), decltype(which)::value>(sources, n_sources, weighted, scale, outs, n_outs, count);
-  });
+  const auto with = [&](auto reduce_array) {
+    reduce_array(op, sources, n_sources, weighted, scale, outs, n_outs, count);
+  };
+  switch (dtype) {
+    case DType::float16:
+      return with(reduce_float16);
+    case DType::bfloat16:
+      return with(reduce_bfloat16);
+    case DType::float32:
+      return with(reduce_float32);
+    case DType::float64:
+      return with(reduce_float64);
+    case DType::int32:
+      return with(reduce_int32);
+    case DType::int64:
+      return with(reduce_int64);
+  }
 }
 
 KHPC_CLONES void sum_in_tree(DType dtype, const Source* sources, size_t n_sources, void* const* outs, size_t n_outs,

@@ -12,7 +12,7 @@ namespace keras_hpc::device {
 namespace {
 
 template <class Function>
-void bind(void* library, Function& function, const char* symbol) {
+void bind_driver(void* library, Function& function, const char* symbol) {
   void* address = dlsym(library, symbol);
   if (address == nullptr)
     throw Error(std::string("The CUDA driver of this machine is too old: it has no function ") + symbol +
@@ -30,7 +30,7 @@ const Api* driver() {
   void* library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
   if (library == nullptr) return nullptr;
   Api api;
-#define KERAS_HPC_BIND(name, symbol, type) bind(library, api.name, symbol);
+#define KERAS_HPC_BIND(name, symbol, type) bind_driver(library, api.name, symbol);
   KERAS_HPC_DEVICE_API(KERAS_HPC_BIND)
 #undef KERAS_HPC_BIND
   if (const Result result = api.initialize(0); result != 0) {

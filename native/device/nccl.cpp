@@ -20,7 +20,7 @@ namespace {
 }
 
 template <class Function>
-void bind(void* library, Function& function, const char* symbol) {
+void bind_nccl(void* library, Function& function, const char* symbol) {
   void* address = dlsym(library, symbol);
   if (address == nullptr)
     throw Error(std::string("NCCL is too old: it has no function ") + symbol + ". Expected 2.11 or newer.");
@@ -62,7 +62,7 @@ const NcclApi& nccl(const std::string& path) {
   if (found != nullptr) return *found;
   void* library = open(path);
   NcclApi api;
-#define KERAS_HPC_BIND(name, symbol, type) bind(library, api.name, symbol);
+#define KERAS_HPC_BIND(name, symbol, type) bind_nccl(library, api.name, symbol);
   KERAS_HPC_NCCL_API(KERAS_HPC_BIND)
 #undef KERAS_HPC_BIND
   found = new NcclApi(api);  // never unloaded

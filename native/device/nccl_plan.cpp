@@ -20,21 +20,21 @@ constexpr double kLookSeconds = 1e-3;
 // tell them: so these wait for less long than it does.
 constexpr double kConnectSeconds = 120, kConnectPart = 0.5;
 
-class Others final : public Awaited {
- public:
-  explicit Others(const Plan& plan) : plan_(plan) {}
-  std::string name() const override { return "Step of " + plan_.what() + ", which GPUs reduce by NCCL"; }
-  std::vector<int> missing() const override { return {}; }  // NCCL does not say
-  Stall stall() const override { return {}; }
-
- private:
-  const Plan& plan_;
-};
-
 }  // namespace
 
 // What a courier looks out for, while it waits.
 struct NcclPlan::Watch {
+  class Others final : public Awaited {
+   public:
+    explicit Others(const Plan& plan) : plan_(plan) {}
+    std::string name() const override { return "Step of " + plan_.what() + ", which GPUs reduce by NCCL"; }
+    std::vector<int> missing() const override { return {}; }  // NCCL does not say
+    Stall stall() const override { return {}; }
+
+   private:
+    const Plan& plan_;
+  };
+
   NcclPlan& plan;
   Others others{plan.plan_};
   Lookout lookout = plan.team_.lookout();

@@ -11,22 +11,6 @@
 namespace keras_hpc {
 namespace {
 
-// Pages of this process, touched.
-class Pages {
- public:
-  explicit Pages(size_t nbytes) : nbytes_(nbytes + 4096) {
-    data_ = mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
-    if (data_ == MAP_FAILED) throw Error("No memory for measuring.");
-  }
-  ~Pages() { munmap(data_, nbytes_); }
-  Pages(const Pages&) = delete;
-  float* get() const { return static_cast<float*>(data_); }
-
- private:
-  size_t nbytes_;
-  void* data_;
-};
-
 bool starts_with(const std::string& text, const char* prefix) {
   return text.rfind(prefix, 0) == 0;
 }
@@ -38,6 +22,22 @@ Path path_of(const std::string& way) {
 }  // namespace
 
 struct Stopwatch::Memory {
+  // Pages of this process, touched.
+  class Pages {
+   public:
+    explicit Pages(size_t nbytes) : nbytes_(nbytes + 4096) {
+      data_ = mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+      if (data_ == MAP_FAILED) throw Error("No memory for measuring.");
+    }
+    ~Pages() { munmap(data_, nbytes_); }
+    Pages(const Pages&) = delete;
+    float* get() const { return static_cast<float*>(data_); }
+
+   private:
+    size_t nbytes_;
+    void* data_;
+  };
+
   Memory(Team& team, size_t nbytes) : own(nbytes), second(nbytes), packed(nbytes), area(team.make_area(nbytes)) {}
   Pages own, second, packed;
   std::shared_ptr<Area> area;
