@@ -54,7 +54,7 @@ KINDS = {"numpy": lambda a: a, "tensor": tensors, "pandas": frame, "torch": torc
 
 
 @pytest.mark.parametrize("shuffle", [True, *enough([False, "batch"], "torch")])
-@pytest.mark.parametrize("kind", ["tensor", "scipy", *enough(["numpy", "pandas", "torch"], "torch")])
+@pytest.mark.parametrize("kind", ["tensor", *enough(["scipy", "numpy", "pandas", "torch"], "torch")])
 def test_ranks_together_hold_the_batches_of_one_rank(kind, shuffle, mode):
     x = KINDS[kind](X)
     adapter = opened(x, Y, batch_size=5, shuffle=shuffle)

@@ -106,7 +106,7 @@ class Growing(keras.layers.Layer):
         return grown
 
 
-@enough_on("torch", "tensorflow")
+@enough_on("torch")
 def test_a_loss_is_tried_on_the_same_state_each_time():
     def make():
         inputs = keras.Input((4,))

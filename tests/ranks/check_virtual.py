@@ -64,6 +64,7 @@ def test_arrays_with_a_tail_and_validation():
     same_bits(train)
 
 
+@enough_on("jax", "torch")
 def test_one_part_a_rank():
     """Where a plan adds gradients up while others are computed. In the last step some parts have no samples."""
     tokens = np.random.default_rng(1).integers(0, 50, (50, 6)).astype("int32")

@@ -23,6 +23,7 @@ from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import bytes_of, dtype_of
 from keras_hpc.keras_hooks.checkpoint import likeness, random_states, shared_out, tensors
+from keras_hpc.keras_hooks.checkpoint.memory import Memory
 from keras_hpc.keras_hooks.checkpoint.places import Places
 from keras_hpc.keras_hooks.checkpoint.shared_out import Slots
 from keras_hpc.keras_hooks.schedules import delayed, local_states
@@ -34,7 +35,6 @@ _RANDOM, _SEED, _METRIC, _STATE, _PARTS, _SENT = "random", "seed", "metric", "st
 _BUFFER = "buffer"  # comes last: checkpoints from before December 2026 have none
 _DIGEST_BYTES = 32
 _PIECE_BYTES = 64 << 20  # larger variables are cut by rows, so that ranks can share them
-_ALIGNMENT = 64
 _NAME = re.compile(r"variable(\d+)(?:\[(\d+):\d+\])?(?: .*)?", re.DOTALL)
 
 
@@ -54,24 +54,6 @@ class Trained:
     def team(self) -> Any:
         """The team of the first model."""
         return current.team_of(self.models[0])
-
-
-class Memory:
-    """What values are copied into. It is kept, and grows if need be."""
-
-    def __init__(self) -> None:
-        self._bytes = np.empty(0, np.uint8)
-
-    def copies(self, views: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return copies of arrays. Those of the time before are overwritten."""
-        starts = np.cumsum([0, *(-(-view.nbytes // _ALIGNMENT) * _ALIGNMENT for view in views.values())]).tolist()
-        if len(self._bytes) < starts[-1]:
-            self._bytes = np.empty(starts[-1], np.uint8)
-        found = {}
-        for start, (name, view) in zip(starts, views.items(), strict=False):
-            found[name] = self._bytes[start : start + view.nbytes].view(view.dtype).reshape(view.shape)
-            found[name][...] = view
-        return found
 
 
 def nbytes(trained: Trained) -> int:
@@ -112,14 +94,12 @@ def take(trained: Trained, places: Places, memory: Memory) -> tuple[dict[str, An
         if places.leads:
             arrays[f"rank{rank}"] = buffer
     common, slots = _common_variables(trained), shared_out.slots_of(trained.models)
-    pieces = dict(shared_out.pieces(common, slots, team, places.together))
+    large = _large(trained, places)
     if places.leads:
         arrays["alike"] = _joined([array for index, (*_, array) in enumerate(own) if index not in differing])
         arrays |= of_local
         arrays |= {f"late{i}_{j}": bytes_of(a) for i, (*_, averages) in enumerate(late) for j, a in enumerate(averages)}
-    if places.group:
-        views = dict(_views(common, slots, places.group.index(team.rank), len(places.group)))
-        arrays |= memory.copies(views | pieces if places.together or places.leads else views)
+    arrays |= memory.copies(large)
     virtual = current.job().virtual
     return {
         "ranks": team.size,
@@ -133,6 +113,22 @@ def take(trained: Trained, places: Places, memory: Memory) -> tuple[dict[str, An
         "local": local,
         "late": [[number, place, [[a.dtype.name, list(a.shape)] for a in arrays]] for number, place, arrays in late],
     }, arrays
+
+
+def prepare(trained: Trained, places: Places, memory: Memory) -> None:
+    """Begin to get the memory that `take` will need, if this rank can tell alone how much that is."""
+    if places.group and (places.together or not shared_out.slots_of(trained.models)):
+        memory.prepare(_large(trained, places))
+
+
+def _large(trained: Trained, places: Places) -> dict[str, np.ndarray]:
+    """Return this rank's share of the variables. Collective where optimizers are sharded and not all write together."""
+    common, slots, team = _common_variables(trained), shared_out.slots_of(trained.models), trained.team
+    pieces = dict(shared_out.pieces(common, slots, team, places.together))
+    if not places.group:
+        return {}
+    views = dict(_views(common, slots, places.group.index(team.rank), len(places.group)))
+    return views | pieces if places.together or places.leads else views
 
 
 def _views(common: Sequence[Any], slots: Slots, rank: int, ranks: int) -> Iterator[tuple[str, np.ndarray]]:

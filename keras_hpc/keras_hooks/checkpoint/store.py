@@ -14,6 +14,7 @@ from keras_hpc.job import log
 from keras_hpc.job.plan import bytes_of, dtype_of
 from keras_hpc.keras_hooks.checkpoint import places as places_of
 from keras_hpc.keras_hooks.checkpoint import snapshot, storage
+from keras_hpc.keras_hooks.checkpoint.memory import Memory
 from keras_hpc.keras_hooks.checkpoint.writer import Writer
 
 
@@ -39,7 +40,7 @@ class Store:
         self.keep = keep
         self.newest = -1
         self.found: tuple[dict[str, Any], dict[str, np.ndarray]] | None = None
-        self._memory = snapshot.Memory()
+        self._memory = Memory()
         self._places: places_of.Places | None = None
         self._writer: Writer | None = None
 
@@ -71,6 +72,7 @@ class Store:
             self.say(f"not all ranks see {self.folder} as the first does, {several}")
         self._places = places
         self._writer = Writer(self.team, self.folder, places, self.keep)
+        snapshot.prepare(self.trained, places, self._memory)
         outcome, arrays = self._newest()
         if "facts" not in outcome:
             return None
@@ -104,6 +106,8 @@ class Store:
                 found = storage.newest(self.folder)
                 if found is not None:
                     path, facts, arrays, said = found
+                    if not isinstance(facts.get("done"), int):
+                        raise OSError(f"the manifest of {path} does not say the step")
                     outcome = {"done": facts["done"], "facts": facts, "said": said, "path": str(path)}
             except storage.NewerError as error:
                 outcome["newer"] = str(error)
