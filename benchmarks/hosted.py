@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -92,6 +93,8 @@ def start_ranks(
     command = [sys.executable, "-m", module, *options]
     if hosts is None:
         return ranks.start(command, count)
+    # As Ctrl-C does, it ends the launcher first: one whose hosts are gone would wait for them for ever.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         mpiexec = launchers.find_mpiexec(launchers.find_library())
         environment = os.environ | launchers.mpiexec_environment(count * hosts, placed=True, pinned=True)

@@ -99,7 +99,7 @@ class Hosts:
 
     def on_head(self, command: list[str]) -> list[str]:
         """Returns the command as it runs beside the hosts, where a launcher can reach them."""
-        return [self.agent, _HEAD, shlex.join(command)]
+        return [self.agent, _HEAD, f"exec {shlex.join(command)}"]  # so that a signal reaches it
 
     def limit(self, name: str, mbit: int) -> None:
         """Gives a host's link another bandwidth, each way, in Mbit/s."""

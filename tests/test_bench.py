@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -86,6 +87,30 @@ def test_hosts_end_with_the_process_that_made_them():
     while any(Path(f"/proc/{pid}").exists() for pid in words[:-1]):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_ranks_on_hosts_end_when_the_measurement_is_told_to():
+    try:
+        with Hosts(1):
+            pass
+    except HostsError as why:
+        pytest.skip(str(why))
+    args = ["-m", "benchmarks", "allreduce", "--ranks", "1", "--hosts", "2", "--bytes", "4", "--seconds", "300"]
+    with subprocess.Popen([sys.executable, *args], stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert b"2 ranks" in process.stdout.readline()
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+        deadline = time.monotonic() + 20
+        while any(_session(pid) == process.pid for pid in Path("/proc").glob("[0-9]*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def _session(process):
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[3])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 def test_overlap(run_ranks, tmp_path):
