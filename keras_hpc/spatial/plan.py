@@ -256,6 +256,7 @@ class Plan:
         others = {name: value for name, value in node.arguments.kwargs.items() if name != "training"}
         if len(node.arguments.args) != 1 or any(v is not None for v in keras.tree.flatten(others)):
             raise self._refusal(layer, "is a model that is called with more than its inputs and `training`")
+        inner = _with_extents(inner, node.input_tensors)
         plan = Plan(inner, self.grid, self.min_rows, before, f"{self._prefix}{layer.name}/")
         return Step("model", tuple(plan.outputs), (None,) * len(before), plan=plan)
 
@@ -335,6 +336,16 @@ def nodes_of(model: Any) -> Iterator[Any]:
         for node in model._nodes_by_depth[depth]:
             if node.operation and not node.is_input:
                 yield node
+
+
+def _with_extents(model: Any, inputs: Sequence[Any]) -> Any:
+    """Return a model of the same layers for inputs of these extents, where it was made for any; else the model."""
+    pairs = list(zip(model.inputs, inputs, strict=True))
+    if not any(None in own.shape[1:] and len(own.shape) == len(x.shape) for own, x in pairs):
+        return model
+    known = [keras.Input(batch_shape=x.shape, dtype=x.dtype, name=own.name) for own, x in pairs]
+    outputs = model._run_through_graph(known, operation_fn=lambda operation: operation)
+    return keras.Model(known, outputs, name=model.name)
 
 
 def _has_constants(node: Any) -> bool:

@@ -197,13 +197,14 @@ def test_branches_and_operands_that_are_whole_or_broadcast():
     bias = layers.Reshape((1, 8, 4))(layers.Dense(32)(layers.Flatten()(x)))  # whole, and of one row
     image = layers.Reshape((16, 8, 4))(layers.Dense(512)(layers.Flatten()(x)))  # whole, of all rows
     y = layers.Concatenate()([x + bias, x * image, x * 2.0, keras.ops.relu(x)])
-    inner_inputs = keras.Input((16, 8, 16))
-    inner = keras.Model(inner_inputs, layers.Conv2D(3, 3)(inner_inputs))
     plan = check(keras.Model(inputs, layers.Conv2D(2, 3)(y)), 2)
     assert plan.outputs == [{1}]
-    nested = partition(keras.Model(inputs, inner(y)), 2)
-    assert nested.outputs == [{1}]
-    assert f"{inner.name}/" in str(nested)
+    for extents in ((16, 8), (None, None)):
+        inner_inputs = keras.Input((*extents, 16))
+        inner = keras.Model(inner_inputs, layers.Conv2D(3, 3)(inner_inputs))
+        nested = partition(keras.Model(inputs, inner(y)), 2)
+        assert nested.outputs == [{1}]
+        assert f"{inner.name}/" in str(nested)
 
 
 def test_received_rows_and_bytes():

@@ -115,8 +115,8 @@ def normalized():
 
 def transfer():
     """A model that is trained already, frozen and called as in inference, below layers that are trained."""
-    base = keras.Sequential([
-        keras.Input((26, 9, 2)), layers.Conv2D(6, 3, padding="same"), norm(), layers.ReLU(),
+    base = keras.Sequential([  # for images of any extents, as networks of keras.applications are
+        keras.Input((None, None, 2)), layers.Conv2D(6, 3, padding="same"), norm(), layers.ReLU(),
         layers.MaxPooling2D(2), layers.Conv2D(4, 3, padding="same"), norm(),
     ])  # fmt: skip
     for weight in base.weights:
