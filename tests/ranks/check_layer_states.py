@@ -11,7 +11,7 @@ from regression import X, Y
 
 import keras_hpc
 
-RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
+RANKS = {"jax": (2,), "torch": (2,)}
 SOAK = {"tensorflow": (2, 3), "jax": (3,), "torch": (3,)}
 ops = keras.ops
 
