@@ -283,12 +283,9 @@ class Team:
                 self.meet(what, f"{type(error).__name__}: {str(error)[:400]}")
             error._keras_hpc_is_told = True  # type: ignore[attr-defined]
 
-    def tell_later(self, what: str, error: Exception, handled: BaseException | None) -> None:
-        """Tell the other ranks at this rank's next call, as in `refuse`, that it has left a call by an exception.
-
-        `handled`: what the script was handling when it began the call, of which the exception may not have come.
-        """
-        self.untold = None if _is_told(error, handled) else (what, error)
+    def tell_later(self, what: str, error: Exception | None) -> None:
+        """Tell the other ranks at this rank's next call, as in `refuse`, that it has left a call by an exception."""
+        self.untold = None if error is None else (what, error)
 
     def agree(self, what: str, items: Sequence[str]) -> None:
         """Raise PlanMismatchError on all ranks unless all make this call and pass equal lists. Collective.
@@ -384,17 +381,6 @@ class NonMemberTeam(Team):
 
     def close(self) -> None:
         """Do nothing: this rank holds nothing."""
-
-
-def _is_told(error: BaseException | None, handled: BaseException | None) -> bool:
-    """Return whether other ranks know of an error, or of one that it came from: those of the engine all ranks get."""
-    seen = {id(handled)}  # an error may be its own cause
-    while error is not None and id(error) not in seen:
-        if isinstance(error, _native.Error) or hasattr(error, "_keras_hpc_is_told"):
-            return True
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _line(text: str) -> str:

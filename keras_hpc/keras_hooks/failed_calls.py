@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from keras_hpc import _native
 from keras_hpc.job import current
 from keras_hpc.keras_hooks import running
 
@@ -34,7 +35,7 @@ def running_call(call: running.Call) -> Iterator[None]:
     except Exception as error:
         if current.is_initialized() and current.job() is job:
             _forget(job, call.model, first)
-            current.team_of(call.model).tell_later(f"Model.{call.kind}()", error, handled)
+            current.team_of(call.model).tell_later(f"Model.{call.kind}()", None if _is_told(error, handled) else error)
         raise
 
 
@@ -77,3 +78,17 @@ def _forget(job: current.Job, model: Any, first: int) -> None:
     job.known.forget(model, first)
     # They may hold plans by names that are gone.
     model.train_function = model.test_function = None
+
+
+def _is_told(error: BaseException | None, handled: BaseException | None) -> bool:
+    """Return whether other ranks know of an error, or of one that it came from: those of the engine all ranks get.
+
+    `handled`: what the script was handling when it began the call, of which the error may not have come.
+    """
+    seen = {id(handled)}  # an error may be its own cause
+    while error is not None and id(error) not in seen:
+        if isinstance(error, _native.Error) or hasattr(error, "_keras_hpc_is_told"):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
