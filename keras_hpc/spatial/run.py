@@ -22,7 +22,18 @@ from keras_hpc.spatial.group import Group
 from keras_hpc.spatial.masks import Masks
 from keras_hpc.spatial.plan import WHOLE, Plan, Split, Step
 
-Sum = Callable[[Any], Any]
+
+@dataclasses.dataclass(frozen=True)
+class OverGroup:
+    """What a layer that has a part gets of all positions, with its gradient.
+
+    Attributes:
+        sum: of a vector that each rank of the group has.
+        moments: mean and variance of each channel, of those of this rank's positions.
+    """
+
+    sum: Callable[[Any], Any]
+    moments: Callable[[Any, Any], tuple[Any, Any]]
 
 
 @dataclasses.dataclass
@@ -39,7 +50,7 @@ class Order:
 class _Layer(threading.local):
     order: Order  # of the exchanges of the model that runs
     part: int | None = None  # the first rank of the group that has the part which the layer that runs gives
-    sum: Sum | None = None  # of vectors over the group, for what the layer needs of all positions
+    over_group: OverGroup | None = None  # for what the layer needs of all positions
 
 
 _layer = _Layer()
@@ -50,9 +61,9 @@ def part() -> int | None:
     return _layer.part
 
 
-def group_sum() -> Sum | None:
-    """Return what adds up a vector over the group, with its gradient, while a layer runs that has a part; else None."""
-    return _layer.sum
+def over_group() -> OverGroup | None:
+    """Return what gives sums and moments over the group, while a layer runs that has a part; None: it needs none."""
+    return _layer.over_group
 
 
 @contextlib.contextmanager
@@ -66,13 +77,13 @@ def _exchanging(order: Order) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _running(part: int | None, total: Sum | None) -> Iterator[None]:
-    before = _layer.part, _layer.sum
-    _layer.part, _layer.sum = part, total
+def _running(part: int | None, over: OverGroup | None) -> Iterator[None]:
+    before = _layer.part, _layer.over_group
+    _layer.part, _layer.over_group = part, over
     try:
         yield
     finally:
-        _layer.part, _layer.sum = before
+        _layer.part, _layer.over_group = before
 
 
 class Runner:
@@ -195,10 +206,10 @@ class Runner:
                 begin, end = self._group.part(shape[axis], axis - 1)
                 shape[axis] = end - begin
             return operations.compute(layer, step.windows, shape, args, kwargs, call)
-        total = functools.partial(self._sum, name) if step.kind == "moments" else None
+        over = self._over_all(name, node) if step.kind == "moments" else None
         split = WHOLE if step.kind == "alike" else step.splits[0]
         part = self._group.first_with_part(split) if split else None
-        with _running(part, total), self._drawing() if split and _may_draw(layer) else contextlib.nullcontext():
+        with _running(part, over), self._drawing() if split and _may_draw(layer) else contextlib.nullcontext():
             if step.kind == "window":
                 grid, place = self._group.grid, self._group.place
                 return windows.compute(layer, step.axes, step.splits[0], grid, place, args[0], call)
@@ -263,9 +274,20 @@ class Runner:
                 shares[rank] *= (end - begin) / tensor.shape[axis]
         return shares
 
-    def _sum(self, name: str, numbers: Any) -> Any:
-        """Return the sum of a vector over the group; its gradient is the sum of the gradients."""
-        return ops.sum(self._gathered(f"{name} sums", ops.reshape(numbers, (1, 1, -1))), axis=(0, 1))
+    def _over_all(self, name: str, node: Any) -> OverGroup:
+        """Return sums and moments over the group, for a layer that normalizes over samples and positions."""
+        gather = functools.partial(self._gathered, f"{name} sums")
+        shares = self._shares(node.input_tensors[0])
+
+        def total(numbers: Any) -> Any:
+            return ops.sum(gather(ops.reshape(numbers, (1, 1, -1))), axis=(0, 1))
+
+        def moments(mean: Any, variance: Any) -> tuple[Any, Any]:
+            # As those of one sample: the ranks of a group have parts of the same samples.
+            both = statistics.combined(gather, shares, ops.expand_dims(mean, 0), ops.expand_dims(variance, 0))
+            return both[0][0], both[1][0]
+
+        return OverGroup(total, moments)
 
     def _gathered(self, name: str, row: Any) -> Any:
         """Return (batch, ranks, channels) of (batch, 1, channels)."""

@@ -12,7 +12,8 @@ all losses together owe to the input of rank r is, in the weights w_r with which
 
     sum over q of w_q dL_q / w_r
 
-Of a layer of which each rank of a group has a part, the same is done over the group, whose ranks weigh the same.
+Of a layer of which each rank of a group has a part, the same is done over the group, whose ranks weigh the same. Where
+no mask says how many values a rank has, it is done as in `spatial/statistics.py`.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class _Unsynchronized:
 def _together(original: Any) -> Any:
     @functools.wraps(original)
     def _moments(self: Any, inputs: Any, mask: Any) -> Any:
-        of_group = None if self.synchronized else run.group_sum()
+        of_group = None if self.synchronized else run.over_group()
         if not self.synchronized and of_group is None:
             return original(self, inputs, mask)
         # Keras knows `synchronized` on TensorFlow only, with tf.distribute. Its method gets a layer that says no, and
@@ -96,7 +97,9 @@ def _together(original: Any) -> Any:
                 "With init(virtual_ranks=) each part is normalized by itself. Expected BatchNormalization with "
                 f"synchronized=False. Received: layer `{self.name}` with synchronized=True"
             )
-        return _combine(self, mean, variance, inputs, mask, of_group)
+        if of_group is not None and mask is None:
+            return of_group.moments(mean, variance)
+        return _combine(self, mean, variance, inputs, mask, None if of_group is None else of_group.sum)
 
     return _moments
 
