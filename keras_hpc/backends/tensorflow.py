@@ -321,7 +321,11 @@ def is_traced(x: Any) -> bool:
 
 def view(x: Any) -> np.ndarray:
     """Return the value of a tensor or variable, to be read at once."""
-    tensor = tf.convert_to_tensor(x)
+    held = _held(x)
+    # One operation: what TensorFlow does around it takes several times as long, and steps read many variables.
+    tensor = (
+        tf.convert_to_tensor(x) if held is None else tf.raw_ops.ReadVariableOp(resource=held.handle, dtype=held.dtype)
+    )
     # `numpy()` copies an array. Of a scalar it makes NumPy's, which the other way cannot for every type.
     return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
 
@@ -333,7 +337,17 @@ def to_numpy(x: Any) -> np.ndarray:
 
 def assign(variable: Any, value: np.ndarray) -> None:
     """Set a variable."""
-    variable.assign(value)
+    held = _held(variable)
+    if held is None or tuple(held.shape) != np.shape(value):
+        variable.assign(value)  # which says what is wrong
+    else:
+        tf.raw_ops.AssignVariableOp(resource=held.handle, value=tf.constant(value, held.dtype))
+
+
+def _held(x: Any) -> Any:
+    """Return TensorFlow's variable that one of Keras is or holds, where it can be read and set at once; else None."""
+    held = x if isinstance(x, tf.Variable) else getattr(x, "value", None)
+    return held if isinstance(held, tf.Variable) and tf.executing_eagerly() else None
 
 
 def _checked(x: Any, spec: Any) -> tf.Tensor:

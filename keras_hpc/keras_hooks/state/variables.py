@@ -248,8 +248,10 @@ def average(team: Any, variables: Sequence[keras.Variable]) -> None:
     buffer[~first] /= team.size
     start = 0
     for variable, array in zip(floats, arrays, strict=True):
-        backend.assign(variable, buffer[start : start + array.size].reshape(array.shape).astype(array.dtype))
+        mean = buffer[start : start + array.size].reshape(array.shape).astype(array.dtype)
         start += array.size
+        if mean.tobytes() != array.tobytes():  # as those of layers that all ranks compute alike, after each step
+            backend.assign(variable, mean)
 
 
 def check_same(team: Any, variables: Sequence[Any]) -> None:
