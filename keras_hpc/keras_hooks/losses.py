@@ -58,11 +58,12 @@ def install(job: Any, patcher: Any) -> None:
                         f"reduction={reduction!r}, or a mask"
                     )
                 return loss * share
-            if len(getattr(values, "shape", ())) == 0:  # a function may return a plain number
-                if _asked.loss is None:
-                    return loss
+            is_number = len(getattr(values, "shape", ())) == 0  # a function may return a plain number
+            if is_number and _asked.loss is None:
+                return loss
+            if is_number or (_asked.loss is not None and pair_losses.is_of_batch(*_asked.loss)):
                 pair_losses.check_number(*_asked.loss)
-                return _scaled_if_sum(step, loss, *_asked.loss)
+                return _scaled_if_sum(step, loss, loss if is_number else keras.ops.mean(values), *_asked.loss)
             if _asked.loss is not None:
                 pair_losses.check(*_asked.loss)
             divisor = _divisor(loss.dtype, sample_weight, mask, reduction)
@@ -153,14 +154,17 @@ class _Asked(threading.local):
 _asked = _Asked()
 
 
-def _scaled_if_sum(step: running.Step, value: Any, loss: Any, y_true: Any, y_pred: Any) -> Any:
-    """Return the loss of a batch, multiplied so that sums of several ranks add up if it is a sum over samples."""
+def _scaled_if_sum(step: running.Step, value: Any, mean: Any, loss: Any, y_true: Any, y_pred: Any) -> Any:
+    """Return the loss of a batch, multiplied so that sums of several ranks add up if it is a sum over samples.
+
+    `mean`: of the numbers that the loss has given, or its only one.
+    """
     twice = keras.tree.map_structure(
         lambda x: keras.ops.concatenate([keras.ops.convert_to_tensor(x, dtype=loss.dtype)] * 2), (y_true, y_pred)
     )
     with unchanged.loss(loss):
-        asked = keras.ops.stop_gradient(keras.ops.cast(loss.call(*twice), value.dtype))
-    own = keras.ops.stop_gradient(value)
+        asked = keras.ops.stop_gradient(keras.ops.mean(keras.ops.cast(loss.call(*twice), value.dtype)))
+    own = keras.ops.stop_gradient(keras.ops.cast(mean, value.dtype))
     ratio = keras.ops.where(own == 0, 1.0, asked / keras.ops.where(own == 0, 1.0, own))
     ratio = keras.ops.where(keras.ops.cast(step.count, "float32") > 0, ratio, 1.0)
     backends.current().check_when_run(functools.partial(_check_ratio, f"The loss `{loss.name}`"), ratio)

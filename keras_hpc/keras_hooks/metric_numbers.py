@@ -11,6 +11,8 @@ Else numbers in a `Mean` are taken as means, and those in a `Sum` as sums.
 
 The loss of each of several outputs is logged as a mean over samples, or, where TensorFlow does not know the batch size
 when it traces, over steps; then each rank adds its part of a step, too.
+
+A function that gives a number for each output, as a correlation over axis 0, counts by their mean, one number.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ def install(job: Any, patcher: Any) -> None:
         @functools.wraps(original)
         def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
             step = running.step()
+            if sample_weight is None and losses.weighs_numbers(step) and _is_of_batch(self, values):
+                values = keras.ops.mean(values)
             # Of one rank TensorFlow may know the batch size when it traces, of another not: all batches of the one are
             # equal, by chance. They must do the same; where all global batches are equal, it comes to the same.
             wanted = sample_weight is None or _is_tracing_tensorflow()
@@ -87,6 +91,13 @@ def _kind(metric: Any) -> int:
     if metric not in kinds and _asked.metric is not None and _asked.metric[0] is metric:
         kinds[metric] = _ask(*_asked.metric)
     return kinds.get(metric, UNKNOWN)
+
+
+def _is_of_batch(metric: Any, values: Any) -> bool:
+    """Return whether these are numbers of a whole batch, as one for each output."""
+    if _is_number(values) or _asked.metric is None or _asked.metric[0] is not metric or running.trial() is not None:
+        return False
+    return pair_losses.is_of_batch(*_asked.metric)
 
 
 def _ask(metric: Any, y_true: Any, y_pred: Any) -> int:

@@ -55,7 +55,17 @@ def root_of_mean(y_true, y_pred):
     return ops.sqrt(ops.mean(ops.square(y_true - y_pred)))
 
 
-@pytest.mark.parametrize("function", [sum_of_outputs, *enough([size_of_outputs], "torch", "jax")])
+def sum_of_each_output(y_true, y_pred):
+    return ops.sum(ops.abs(y_pred), axis=0)
+
+
+def root_of_each_output(y_true, y_pred):
+    return ops.sqrt(ops.mean(ops.square(y_true - y_pred), axis=0))
+
+
+@pytest.mark.parametrize(
+    "function", [sum_of_outputs, *enough([size_of_outputs], "torch", "jax"), *enough([sum_of_each_output], "torch")]
+)
 @enough_on("torch")
 def test_a_metric_that_is_one_number_for_a_batch(function):
     trained(41, metrics=[function])
@@ -64,12 +74,13 @@ def test_a_metric_that_is_one_number_for_a_batch(function):
 @enough_on("torch")
 def test_a_metric_that_is_neither_a_mean_nor_a_sum_is_named(caplog):
     model = dense()
-    model.compile("sgd", "mse", metrics=[root_of_mean, size_of_outputs, sum_of_outputs, "mae"])
+    model.compile("sgd", "mse", metrics=[root_of_mean, root_of_each_output, size_of_outputs, sum_of_outputs, "mae"])
     with caplog.at_level("WARNING", "keras_hpc"):
         model.fit(X, Y, verbose=0)
     named = [text for text in caplog.messages if "one number for a whole batch" in text]
-    assert len(named) == (job().rank == 0 and job().size > 1)
-    assert all("`root_of_mean`" in text for text in named)
+    expected = ["`root_of_mean`", "`root_of_each_output`"] if job().rank == 0 and job().size > 1 else []
+    assert len(named) == len(expected)
+    assert all(name in text for name, text in zip(expected, named, strict=True))
 
 
 class TotalOfMeans(keras.metrics.Sum):

@@ -41,7 +41,7 @@ class Adds(keras.layers.Layer):
 
 
 @pytest.mark.parametrize(
-    "kind", ["sum", "added sum", *enough(["mean", "vector", "added mean", "added vector"], "torch")]
+    "kind", ["sum", "added sum", *enough(["mean", "vector", "outputs", "added mean", "added vector"], "torch")]
 )
 @enough_on("tensorflow", "torch")
 def test_losses_that_are_sums_or_vectors(kind):
@@ -49,6 +49,7 @@ def test_losses_that_are_sums_or_vectors(kind):
         "sum": lambda y, p: ops.sum(ops.square(y - p)),
         "mean": lambda y, p: ops.mean(ops.square(y - p)),
         "vector": lambda y, p: ops.square(y - p)[:, 0],
+        "outputs": lambda y, p: ops.sum(ops.square(y - p), axis=0),  # a sum over samples for each
     }
     added = {
         "added sum": lambda x: 0.01 * ops.sum(ops.square(x)),
@@ -192,7 +193,11 @@ def balance(x):
 
 @pytest.mark.parametrize(
     "loss",
-    [rmse, *enough([masked_by_hand, keras.losses.Dice(), keras.losses.Tversky(), keras.losses.Circle()], "torch")],
+    [
+        rmse,
+        *enough([masked_by_hand, keras.losses.Dice(), keras.losses.Tversky(), keras.losses.Circle()], "torch"),
+        *enough([keras.losses.Dice(axis=(0,)), lambda y, p: ops.std(y - p, axis=0)], "torch"),  # of each output
+    ],
 )
 def test_a_number_of_a_whole_batch_is_refused(loss):
     for _ in range(2):

@@ -6,11 +6,14 @@ a contrastive loss. With `init(batch="global")` it is asked, once: the losses of
 other samples if each depends on its own sample alone.
 
 A function that returns one number for a batch is asked whether it is the mean of what two halves of the batch give, or
-their sum. A ratio of sums (Dice, masks of one's own), the root of a mean and a correlation are neither.
+their sum. A ratio of sums (Dice, masks of one's own), the root of a mean and a correlation are neither. So is one that
+returns numbers for a batch, each of an output or a class: their mean is one number. Those whose numbers are not as many
+again for as many samples again are such.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +38,7 @@ REFUSED = (
 )
 
 _known: weakref.WeakSet[Any] = weakref.WeakSet()  # of which nobody needs to ask again
+_of_batches: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # losses and metrics that were asked
 
 
 def check(loss: Any, y_true: Any, y_pred: Any) -> None:
@@ -60,6 +64,41 @@ def check(loss: Any, y_true: Any, y_pred: Any) -> None:
             'batch="local". Received: losses that change beside other samples'
         )
     _known.add(loss)  # not one that was refused: it is refused again
+
+
+def is_of_batch(asked: Any, y_true: Any, y_pred: Any) -> bool:
+    """Return whether a loss or metric has numbers for a batch, as one for each output, and none for each sample.
+
+    It is asked once. Without communication: ranks ask and find the same.
+
+    Args:
+        asked: a `keras.losses.Loss`, or a metric that is the mean of a function.
+        y_true: what it gets in a step, of which only shapes and dtypes matter.
+        y_pred: likewise.
+    """
+    if asked not in _of_batches:
+        is_loss = isinstance(asked, keras.losses.Loss)
+        given = getattr(asked, "_fn_kwargs", {})
+        function = asked.call if is_loss else functools.partial(asked._fn, **given)
+        owner = getattr(asked, "fn" if is_loss else "_fn", type(asked))
+        reduces = 0 in np.atleast_1d(given.get("axis", -1))
+        with unchanged.loss(asked) if is_loss else contextlib.nullcontext():
+            _of_batches[asked] = (reduces or not str(owner.__module__).startswith("keras.")) and not _grows(
+                function, asked.dtype, y_true, y_pred
+            )
+    return _of_batches[asked]
+
+
+def _grows(function: Callable[..., Any], dtype: str, y_true: Any, y_pred: Any) -> bool:
+    """Return whether a function gives more numbers for more samples, as it does if it gives no answer."""
+    these, others = (_made_up((y_true, y_pred), seed) for seed in (0, 2))
+    try:
+        both = keras.tree.map_structure(lambda x, y: np.concatenate([x, y]), these, others)
+        with backends.current().outside_programs():
+            alone, beside = (_values(function, dtype, given) for given in (these, both))
+    except Exception:  # noqa: BLE001  as in depends_on_others
+        return True
+    return alone.shape != beside.shape
 
 
 def depends_on_others(function: Callable[..., Any], dtype: str, y_true: Any, y_pred: Any, axis: int = 0) -> bool:
@@ -125,6 +164,8 @@ class Answer(NamedTuple):
 def ask_number(function: Callable[..., Any], dtype: str, y_true: Any, y_pred: Any) -> Answer:
     """Ask a function whether it returns a mean over samples, which it is if it does not answer. No communication.
 
+    Of several numbers their mean is asked.
+
     Args:
         function: of `y_true` and `y_pred`.
         dtype: what both are converted to.
@@ -139,7 +180,9 @@ def ask_number(function: Callable[..., Any], dtype: str, y_true: Any, y_pred: An
         try:
             both = keras.tree.map_structure(lambda x, y: np.concatenate([x, y]), first, second)
             with backends.current().outside_programs():
-                whole, *halves, again = (float(_values(function, dtype, y)) for y in (both, first, second, first))
+                whole, *halves, again = (
+                    float(np.mean(_values(function, dtype, y))) for y in (both, first, second, first)
+                )
         except Exception:  # noqa: BLE001  as above
             return Answer()
         if again != halves[0]:
