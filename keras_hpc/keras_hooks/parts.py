@@ -47,12 +47,12 @@ def install(job: Any, patcher: Any) -> None:
 def use(model: Any, plan: Plan) -> None:
     """Compute a model by a plan from now on."""
     group, known = current.job().group, current.job().known
-    adding = [layer for layer in model._flatten_layers() if "add_loss" in keras_private.names_in(type(layer).call)]
-    own = [layer for layer in adding if not type(layer).__module__.startswith("keras.")]
-    if plan.is_split and own:
+    adding = [layer for layer in plan.layers_of_parts() if "add_loss" in keras_private.names_in_own(type(layer))]
+    if adding:
         raise ValueError(
-            "A layer of a model in parts cannot add a loss of its own. Expected a loss in compile, or "
-            f"keras_hpc.partition(model, parts=1). Received: `{own[0].name}` ({type(own[0]).__name__})"
+            "A layer of a model in parts cannot add a loss of its own where its output is split. Expected a loss in "
+            "compile, a layer behind a global pooling or Flatten or marked with keras_hpc.spatial.whole, or "
+            f"keras_hpc.partition(model, parts=1). Received: `{adding[0].name}` ({type(adding[0]).__name__})"
         )
     masks = Masks(keras_private.get(keras_private.GET_MASK), keras_private.get(keras_private.SET_MASK))
     runner = Runner(plan, group, seeds.of_part, masks) if plan.is_split else None

@@ -229,8 +229,6 @@ def is_pointwise(layer: Any, rank: int) -> bool:
 
 def fault(layer: Any, rank: int) -> str | None:
     """Return why a layer that would be split cannot be, whatever its class allows; or None."""
-    if reason := fault_of_regularizer(layer):
-        return reason
     layer = core_of(layer)
     if reason := fault_of_format(layer):
         return reason
@@ -242,8 +240,9 @@ def fault(layer: Any, rank: int) -> str | None:
 
 
 def fault_of_regularizer(layer: Any) -> str | None:
-    """Return what is wrong with a layer, whatever its kind, whose output is regularized; None: it is not."""
-    if all(getattr(one, "activity_regularizer", None) is None for one in (layer, core_of(layer))):
+    """Return what is wrong with a layer, whatever its kind, that regularizes an output, or one inside; None: none."""
+    every = layer._flatten_layers() if isinstance(layer, layers.Layer) else []
+    if all(getattr(one, "activity_regularizer", None) is None for one in every):
         return None
     return "has an activity_regularizer, which would see a part only"
 

@@ -74,7 +74,8 @@ class Plan:
             self.splits[id(tensor)] = split
         for node in nodes_of(model):
             step = self.steps[id(node)] = self._step(node, has_images)
-            if any(step.splits) and (reason := kinds.fault_of_regularizer(node.operation)):
+            sees_part = step.plan is None and (any(step.splits) or step.kind != "layer")
+            if sees_part and (reason := kinds.fault_of_regularizer(node.operation)):
                 raise self._refusal(node.operation, reason)
             self.splits.update((id(x), split) for x, split in zip(node.outputs, step.splits, strict=True))
 
@@ -98,6 +99,14 @@ class Plan:
         """Yield the nodes of the graph in the order in which they are computed, and what is done at each."""
         for node in nodes_of(self.model):
             yield node, self.steps[id(node)]
+
+    def layers_of_parts(self) -> Iterator[Any]:
+        """Yield the layers whose output is split, and those inside of them."""
+        for node, step in self.nodes():
+            if step.plan is not None:
+                yield from step.plan.layers_of_parts()
+            elif any(step.splits) and isinstance(node.operation, keras.layers.Layer):
+                yield from node.operation._flatten_layers()
 
     def messages(self, samples: int, whole: bool = False) -> tuple[int, int]:
         """Return how many messages follow each other in a step, and the bytes of their rows.

@@ -31,6 +31,27 @@ def of_scales():
     return keras.Model(inputs, [*outputs, layers.GlobalAveragePooling2D(name="c")(y)])
 
 
+class Penalized(layers.Layer):
+    def call(self, x):
+        self.add_loss(0.1 * ops.mean(ops.square(x)))
+        return x
+
+
+@keras_hpc.spatial.whole
+class PenalizedWhole(Penalized):
+    pass
+
+
+def with_penalties():
+    """Losses that layers add where they have all positions: behind a pooling, and marked."""
+    inputs = keras.Input((13, 8, 2))
+    x = layers.Conv2D(4, 3, padding="same", activation="tanh")(inputs)
+    x = PenalizedWhole()(
+        x * Penalized()(layers.Dense(4, activity_regularizer="l2")(layers.GlobalAveragePooling2D(keepdims=True)(x)))
+    )
+    return keras.Model(inputs, layers.Conv2D(3, 3, padding="same", activation="softmax")(x))
+
+
 def soft_dice(y_true, y_pred):
     space = (1, 2)
     both, sums = ops.sum(y_true * y_pred, axis=space), ops.sum(y_true + y_pred, axis=space)
@@ -125,6 +146,11 @@ def test_a_ratio_of_sums_over_a_batch(grid):
         return
     with pytest.raises(ValueError, match=r"keras\.losses\.Dice\(axis=\(1, 2, 3\)\)"):
         assert_trains(of_pixels, keras.losses.Dice)
+
+
+@enough_on("torch")
+def test_losses_that_layers_add_of_all_positions(grid):
+    assert_trains(with_penalties, lambda: "categorical_crossentropy")
 
 
 @enough_on("torch")

@@ -59,6 +59,9 @@ def test_refusals_come_from_compile(grid):
 
 
 class Sparse(layers.Layer):
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
     def call(self, x):
         return self.with_loss(x)
 
@@ -84,6 +87,7 @@ class Moving(layers.Layer):
         (lambda: layers.Softmax(activity_regularizer="l2"), "activity_regularizer"),
         (lambda: layers.Reshape((36, 6, 6), activity_regularizer="l2"), "activity_regularizer"),
         (lambda: layers.SpectralNormalization(layers.Conv2D(3, 3), activity_regularizer="l2"), "activity_regularizer"),
+        (lambda: layers.TimeDistributed(layers.Dense(3, activity_regularizer="l2")), "activity_regularizer"),
         (lambda: keras_hpc.spatial.pointwise(Sparse)(), "adds a loss of its own"),
         (lambda: keras_hpc.spatial.pointwise(Moving)(), "keeps numbers of all positions"),
         # By the numbers of rows, which few samples do not tell.
@@ -93,6 +97,24 @@ class Moving(layers.Layer):
 def test_what_would_see_a_part_only(make, words, grid):
     model = keras.Sequential([keras.Input((36, 12, 3)), layers.Conv2D(3, 3, padding="same"), make()])
     with pytest.raises(ValueError, match=rf"cannot be computed in parts: it .*{words}"):
+        model.compile("sgd", "mse")
+
+
+def test_an_activity_regularizer_of_a_layer_that_gets_everything(grid):
+    inputs = keras.Input((36, 12, 3))
+    x = layers.Conv2D(4, 3, padding="same")(inputs)
+    x = layers.MultiHeadAttention(1, 2, attention_axes=(1, 2), activity_regularizer="l2")(x, x)
+    keras.Model(inputs, x).compile("sgd", "mse")
+    pooled = keras.Model(inputs, layers.GlobalAveragePooling2D(activity_regularizer="l2")(inputs))
+    with pytest.raises(ValueError, match="has an activity_regularizer, which would see a part only"):
+        keras.Model(inputs, pooled(layers.Conv2D(3, 3, padding="same")(inputs))).compile("sgd", "mse")
+
+
+def test_a_loss_that_a_layer_inside_of_another_adds_of_a_part(grid):
+    inputs = keras.Input((36, 12, 3))
+    x = layers.Conv2D(3, 3, padding="same")(inputs)
+    model = keras.Model(inputs, layers.TimeDistributed(Sparse(name="odd"))(x))
+    with pytest.raises(ValueError, match=r"add a loss of its own where its output is split\. .*`odd` \(Sparse\)"):
         model.compile("sgd", "mse")
 
 
