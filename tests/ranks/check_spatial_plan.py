@@ -273,10 +273,10 @@ class Noisy(layers.Layer):
     """A layer that draws and computes each position by itself."""
 
     def build(self, shape):
-        self.drops = layers.Dropout(0.5)
+        self.drops, self.seeds = layers.Dropout(0.5), keras.random.SeedGenerator(1)
 
     def call(self, x, training=False):
-        return self.drops(x, training=training) + keras.random.normal(keras.ops.shape(x))
+        return self.drops(x, training=training) + keras.random.normal(keras.ops.shape(x), seed=self.seeds)
 
 
 MIXING = "mixes positions along axis 1: its values change beside others"
