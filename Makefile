@@ -60,7 +60,7 @@ contacts: $(VENV)/stamp-demo  ## learn the contact maps of a toy protein on 1 ra
 cosmoflow: $(VENV)/stamp-demo  ## tell the parameters of universes on 1 rank and on 2, three seeds; table and picture in examples/cosmoflow
 	$(BIN)/python -m examples.cosmoflow.study --readme
 
-cosmogan: $(VENV)/stamp-demo  ## generate maps of weak lensing on 1 rank and on 2, twelve seeds, two hours; table and pictures in examples/cosmogan
+cosmogan: $(VENV)/stamp-demo  ## generate maps of weak lensing on 1 rank and on 2, twelve seeds, an hour or two; table and pictures in examples/cosmogan
 	$(BIN)/python -m examples.cosmogan.study --seeds 12 --readme
 
 atoms: $(VENV)/stamp-demo  ## tell crystals by images of their atoms on 1 rank and on 2, three seeds; table and pictures in examples/atoms

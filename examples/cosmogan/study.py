@@ -82,6 +82,10 @@ def main(argv=None):
     others = maps.simulate(args.tests, np.random.default_rng(2))
     alike = ", ".join(f"{name} {value:.2f}" for name, value in train.quality(others, tests).items())
     print(f"two sets of simulated maps: {alike}")
+    for name in train.STATISTICS:
+        ones, twos = ([quality[name] for run, quality in found.items() if run.ranks == ranks] for ranks in (1, 2))
+        worse = sum(two > one for one in ones for two in twos)
+        print(f"{name}: worse on two ranks in {worse} of {len(ones) * len(twos)} pairs of runs")
     table = studies.summarize(found)
     studies.finish("cosmogan", args, table, COLUMNS, ["maps.png", "bins.png"])
     return table

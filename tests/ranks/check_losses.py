@@ -196,7 +196,8 @@ def balance(x):
     [
         rmse,
         *enough([masked_by_hand, keras.losses.Dice(), keras.losses.Tversky(), keras.losses.Circle()], "torch"),
-        *enough([keras.losses.Dice(axis=(0,)), lambda y, p: ops.std(y - p, axis=0)], "torch"),  # of each output
+        # Of each output.
+        *enough([keras.losses.Dice(axis=(0,)), keras.losses.Dice(axis=(-2,)), lambda y, p: ops.std(y - p, 0)], "torch"),
     ],
 )
 def test_a_number_of_a_whole_batch_is_refused(loss):

@@ -103,6 +103,7 @@ def test_what_would_see_a_part_only(make, words, grid):
 def test_an_activity_regularizer_of_a_layer_that_gets_everything(grid):
     inputs = keras.Input((36, 12, 3))
     x = layers.Conv2D(4, 3, padding="same")(inputs)
+    x = layers.GroupNormalization(4, axis=1, activity_regularizer="l2")(x)
     x = layers.MultiHeadAttention(1, 2, attention_axes=(1, 2), activity_regularizer="l2")(x, x)
     keras.Model(inputs, x).compile("sgd", "mse")
     pooled = keras.Model(inputs, layers.GlobalAveragePooling2D(activity_regularizer="l2")(inputs))

@@ -81,11 +81,10 @@ def is_of_batch(asked: Any, y_true: Any, y_pred: Any) -> bool:
         given = getattr(asked, "_fn_kwargs", {})
         function = asked.call if is_loss else functools.partial(asked._fn, **given)
         owner = getattr(asked, "fn" if is_loss else "_fn", type(asked))
-        reduces = 0 in np.atleast_1d(given.get("axis", -1))
+        # Of Keras' own functions only those can that reduce over another axis than the last.
+        may = given.get("axis", -1) != -1 or not str(owner.__module__).startswith("keras.")
         with unchanged.loss(asked) if is_loss else contextlib.nullcontext():
-            _of_batches[asked] = (reduces or not str(owner.__module__).startswith("keras.")) and not _grows(
-                function, asked.dtype, y_true, y_pred
-            )
+            _of_batches[asked] = may and not _grows(function, asked.dtype, y_true, y_pred)
     return _of_batches[asked]
 
 
@@ -96,7 +95,7 @@ def _grows(function: Callable[..., Any], dtype: str, y_true: Any, y_pred: Any) -
         both = keras.tree.map_structure(lambda x, y: np.concatenate([x, y]), these, others)
         with backends.current().outside_programs():
             alone, beside = (_values(function, dtype, given) for given in (these, both))
-    except Exception:  # noqa: BLE001  as in depends_on_others
+    except Exception:  # noqa: BLE001  it may refuse made-up samples; what is wrong with it, the step raises again
         return True
     return alone.shape != beside.shape
 
