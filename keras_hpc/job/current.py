@@ -55,6 +55,7 @@ class Job:
         known: what is known of the user's models and optimizers.
         streams: this rank's states of random streams that have others outside of steps.
         said: what the user was told and needs to be told once only.
+        had_local: whether the user has called `local`.
         marks: of the files that this rank has saved.
         meters: what teams with `report_every` have done, by their number.
         checkpoints: those that loops of the user's own keep.
@@ -84,6 +85,7 @@ class Job:
     known: Known = dataclasses.field(default_factory=Known)
     streams: dict[str, Any] = dataclasses.field(default_factory=dict)
     said: set[str] = dataclasses.field(default_factory=set)
+    had_local: bool = False
     marks: Any = None
     meters: dict[int, Any] = dataclasses.field(default_factory=dict)
     checkpoints: Any = None
@@ -204,6 +206,15 @@ def local() -> Iterator[None]:
         history = probe.fit(x, y)  # not collective
     ```
     """
+    if _job is not None:
+        _job.had_local = True
+    with unhooked():
+        yield
+
+
+@contextlib.contextmanager
+def unhooked() -> Iterator[None]:
+    """Do as `local` does, where it is not the user who asks for it."""
     global _in_local
     _local.depth = getattr(_local, "depth", 0) + 1
     with _counting:

@@ -43,6 +43,7 @@ class Team:
         untold: a call that this rank has left by an exception, of which others are told in the next one.
         settle: waits for the calls of compiled programs that still run beside Python; None where there are none.
         after_meeting: called when all ranks have come to a call, with whatever they did before it; None: nothing.
+        has_joined_values: whether values of its ranks were reduced or gathered, or are to be.
     """
 
     def __init__(self, index: int, native: _native.Team, ranks: Sequence[int]) -> None:
@@ -68,6 +69,7 @@ class Team:
         self.lacks_nccl: set[str] = set()
         self.device: int | None = None
         self.parts = 1
+        self.has_joined_values = False
         self.untold: tuple[str, Exception] | None = None
         self._plans: dict[tuple[Any, ...], Plan] = {}
 
@@ -106,6 +108,7 @@ class Team:
         signature = (key, tuple(tensors), op, weighted, wire_dtype, in_segment, pipelined, in_tree)
         if signature not in self._plans:
             self._settle()
+            self.has_joined_values = True
             plan = self._plans[signature] = Plan(self, *signature)
             if device is not None:
                 open_device(plan, device)
@@ -128,6 +131,7 @@ class Team:
             PlanMismatchError: ranks make other calls, or with other shapes, dtypes or operations.
         """
         self._settle()
+        self.has_joined_values = True
         self.native.allreduce(bytes_of(array), name_of(array.dtype), op, what=what, shape=array.shape)
         self._have_met()
 
@@ -148,6 +152,7 @@ class Team:
             stream: the handle of a stream of the framework.
         """
         self._settle()
+        self.has_joined_values = True
         _native.allreduce_on(self.native, device, address, dtype, op, what, list(shape), stream)
 
     def broadcast(self, array: np.ndarray, root: int = 0, what: str = "broadcast") -> None:
@@ -177,6 +182,7 @@ class Team:
         """
         array = np.ascontiguousarray(array)
         self.meet(what, f"{array.dtype.name} rows of shape {array.shape[1:]}")
+        self.has_joined_values = True
         row = array.dtype.itemsize * math.prod(array.shape[1:])
         lengths = self.native.allgather_count(len(array))
         out = np.empty((sum(lengths), *array.shape[1:]), array.dtype)
@@ -196,6 +202,7 @@ class Team:
         """
         array = np.ascontiguousarray(array)
         self.meet(what, f"{array.dtype.name} rows of shape {array.shape[1:]}")
+        self.has_joined_values = True
         row = array.dtype.itemsize * math.prod(array.shape[1:])
         everyone = np.empty((self.size, self.size), np.int64)  # [from, to]
         mine = np.array(splits, np.int64)
@@ -369,6 +376,7 @@ class NonMemberTeam(Team):
     def __init__(self, index: int, rank: int, ranks: Sequence[int]) -> None:
         self.index, self.rank, self.ranks = index, -1, tuple(ranks)
         self.schedule, self.report_every, self._rank = Schedule(), None, rank
+        self.has_joined_values = False
 
     def __getattr__(self, name: str) -> Any:
         raise ValueError(

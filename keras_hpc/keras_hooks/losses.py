@@ -247,7 +247,7 @@ def _added(model: Any, x: Any) -> list[Any]:
     """Return what the layers of a model give to `add_loss` for a batch in training."""
     options = {"training": True} if "training" in inspect.signature(model.call).parameters else {}
     values = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
-    with current.local():
+    with current.unhooked():
         *_, losses = model.stateless_call(*values, x, return_losses=True, **options)
     return list(losses)
 

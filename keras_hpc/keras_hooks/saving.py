@@ -136,7 +136,7 @@ def _saving(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             return None
         if not current.active():
             return original(model, filepath, *args, **kwargs)
-        with whole.gathered(model), settling.settled(model), current.local():
+        with whole.gathered(model), settling.settled(model), current.unhooked():
             if current.job().size == 1 or not _is_plain(filepath, args, kwargs):
                 return original(model, filepath, *args, **kwargs)
             current.job().marks.write_once(

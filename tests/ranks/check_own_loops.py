@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loops of the user's own on parts of whole data: the same as one rank."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -106,3 +108,22 @@ def test_a_layer_that_stays_local():
     keras_hpc.check_replicas(model)
     kernels = everyone(np.array(model.layers[0].kernel).tolist())
     assert len({str(kernel) for kernel in kernels}) == job().size
+
+
+@enough_on("torch")
+@pytest.mark.parametrize("averages", ["nothing", "gradients", "alone"])
+def test_a_loop_that_averages_nothing_is_mentioned(averages, caplog):
+    keras_hpc.finalize()
+    caplog.clear()
+    keras_hpc.init()
+    x, y = keras_hpc.shard((X, Y))
+    alone = keras_hpc.local() if averages == "alone" else contextlib.nullcontext()
+    with alone, caplog.at_level("INFO", "keras_hpc"):
+        kernel = np.zeros((X.shape[1], Y.shape[1]))
+        for _ in range(2):
+            gradient = x.T @ (x @ kernel - y)
+            kernel -= 1e-3 * (keras_hpc.allreduce(gradient) if averages == "gradients" else gradient)
+        keras_hpc.finalize()
+    keras_hpc.init(batch="global")
+    told = "have averaged nothing" in caplog.text
+    assert told == (averages == "nothing" and job().rank == 0 and job().size > 1)

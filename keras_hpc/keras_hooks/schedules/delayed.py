@@ -364,7 +364,7 @@ def _apply_outstanding(line: DelayedAverage, *, keep: bool) -> None:
     arrays = line.plan.take(keep=keep)
     optimizer = line.optimizer
     values = _rescaled(line, [keras.ops.convert_to_tensor(array) for array in arrays])
-    with current.local():
+    with current.unhooked():
         if not optimizer.gradient_accumulation_steps:
             optimizer.apply(values, line.variables)
             return

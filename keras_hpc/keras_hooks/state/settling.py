@@ -70,6 +70,18 @@ def settled(model: Any) -> Iterator[None]:
 
 
 def say_what_is_left() -> None:
-    """Tells the user of averages that no step has applied, and of weights that are apart."""
+    """Tells the user of averages that no step has applied, of weights that are apart, and of ranks that were alone."""
     delayed.say_what_is_late()
     local_steps.say_what_is_apart()
+    _say_who_was_alone()
+
+
+def _say_who_was_alone() -> None:
+    """Tells the user that ranks have computed by themselves: what averages nothing may be a loop that nobody hooks."""
+    job = current.job()
+    meant = job.had_local or job.guard.exit_code != 0
+    if job.size > 1 and not meant and not any(team.has_joined_values for team in job.all_teams):
+        current.notice(
+            f"the {job.size} ranks of this job have averaged nothing. If they have trained, each has trained by itself: "
+            "gradients that no optimizer of Keras or torch.optim applies need keras_hpc.allreduce(gradients)"
+        )

@@ -83,7 +83,7 @@ def _mixes(model: Any, x: Any) -> bool:
     half = len(keras.tree.flatten(x)[0]) // 2
     layers = model._flatten_layers()
     try:
-        with seeds.kept(), unchanged.attributes(layers), running.trying() as trial, current.local():
+        with seeds.kept(), unchanged.attributes(layers), running.trying() as trial, current.unhooked():
             first = keras.tree.map_structure(lambda a: a[:half], x)
             alone, again, beside = (_outputs(model, given) for given in (first, first, x))
     except Exception:  # noqa: BLE001  a model may refuse such samples; what is wrong with it, the step raises again

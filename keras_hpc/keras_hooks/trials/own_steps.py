@@ -287,7 +287,7 @@ class _Tries:
     def _run(self, *arguments: Any) -> tuple[Any, list[Any]]:
         variables = self.model.trainable_variables if len(arguments) == 1 else arguments[0][0]
         with (
-            current.local(),
+            current.unhooked(),
             running.running_step(self.step),
             running.trying(self.factor) as trial,
             clipping.multiplied(variables),
