@@ -82,6 +82,6 @@ def _say_who_was_alone() -> None:
     meant = job.had_local or job.guard.exit_code != 0
     if job.size > 1 and not meant and not any(team.has_joined_values for team in job.all_teams):
         current.notice(
-            f"the {job.size} ranks of this job have averaged nothing. If they have trained, each has trained by itself: "
+            f"the {job.size} ranks of this job have averaged nothing. If they have trained, each has trained alone: "
             "gradients that no optimizer of Keras or torch.optim applies need keras_hpc.allreduce(gradients)"
         )
