@@ -30,6 +30,7 @@ class ModelState:
         settings_compared: whether ranks have compared what its layers were told beside weights.
         batches: how many steps `train_on_batch` has made.
         told_apart: whether the user was told that ranks have other weights.
+        told_averaged: whether the user was told that arrays of layers of one's own are each rank's own.
         early_start: its hooks that start reductions in backward (PyTorch).
         runner: computes it in parts (`spatial.run.Runner`); None: it does not, or nobody has asked yet.
         is_planned: whether it is known how it is computed.
@@ -52,6 +53,7 @@ class ModelState:
     settings_compared: bool = False
     batches: int = 0
     told_apart: bool = False
+    told_averaged: bool = False
     early_start: Any = None
     runner: Any = None
     is_planned: bool = False

@@ -140,6 +140,19 @@ def test_tf_dataset(rows, known, mode):
         assert max(len(part) for part in steps[0]) == (first if mode == "local" else -(-first // job().size))
 
 
+def test_a_tf_dataset_whose_order_is_that_of_time(mode):
+    tf = pytest.importorskip("tensorflow")
+
+    def wait(row):
+        return time.sleep(0.05 * (row % 4 == 3 - job().rank)) or (X[row], Y[row])  # each rank for other rows
+
+    data = tf.data.Dataset.range(SAMPLES).map(lambda r: tf.numpy_function(wait, [r], [X.dtype, Y.dtype], True), 4)
+    options = tf.data.Options()
+    options.deterministic = False
+    data = data.map(lambda x, y: (tf.reshape(x, (3,)), tf.reshape(y, ()))).with_options(options).batch(1)
+    assert visits_each_once(rows_of_all(opened(data)))
+
+
 def test_tf_dataset_without_end(mode):
     rows = rows_of_all(opened(dataset(37).repeat(), steps_per_epoch=4), limit=4)
     assert len(rows) == 4 * SAMPLES * (job().size if mode == "local" else 1)

@@ -374,3 +374,10 @@ def test_a_loader_goes_on_at_a_step_of_several_virtual_ranks():
     part.passes.next, part.passes.first = 0, 2  # steps
     assert len(batches) == 8
     assert [batch.tolist() for batch in part] == batches[4:]
+
+
+def test_a_tf_dataset_without_an_order_is_named(notices):
+    tf = pytest.importorskip("tensorflow")
+    opened(tf.data.Dataset.range(9).batch(3).map(lambda row: row, num_parallel_calls=2, deterministic=False))
+    named = [text for text in notices() if "deterministic=False" in text]
+    assert len(named) == (job().size > 1 and job().rank == 0)

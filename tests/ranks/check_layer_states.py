@@ -128,7 +128,7 @@ class Queue(keras.layers.Layer):
 
 
 @enough_on("torch")
-def test_rows_of_samples_are_each_ranks_own():
+def test_rows_of_samples_are_each_ranks_own(caplog):
     keras.utils.set_random_seed(5)
     model = keras.Sequential([keras.Input((4,)), Queue(), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -143,3 +143,19 @@ def test_rows_of_samples_are_each_ranks_own():
     model.fit(X[:32], Y[:32], batch_size=16, shuffle=False, verbose=0, callbacks=[Look()])
     mine = np.array_split(X[:16], keras_hpc.size())[keras_hpc.rank()]
     np.testing.assert_allclose(found[0], mine[:3])
+    others = keras.Sequential([keras.Input((4,)), Keeping(), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    others.compile("sgd", "mse")
+    others.fit(X[:32], Y[:32], batch_size=16, verbose=0)
+    said = [r.getMessage() for r in caplog.records if "arrays that layers of your own keep" in r.getMessage()]
+    assert len(said) == (keras_hpc.rank() == 0)
+    assert all(f"model `{model.name}`" in text and model.layers[0].rows.path in text for text in said)
+
+
+@enough_on("torch")
+def test_rows_that_train_on_batch_averages_are_named(caplog):
+    model = keras.Sequential([keras.Input((4,)), Queue(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    for _ in range(3):
+        model.train_on_batch(*keras_hpc.shard((X[:16], Y[:16])))
+    said = [r.getMessage() for r in caplog.records if model.layers[0].rows.path in r.getMessage()]
+    assert len(said) == (keras_hpc.rank() == 0)

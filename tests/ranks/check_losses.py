@@ -210,6 +210,21 @@ def test_a_number_of_a_whole_batch_is_refused(loss):
             model.fit(X, y, batch_size=BATCH, verbose=0)
 
 
+def focal_of_mean(y, p):
+    """A focal loss as many write it, of the mean over a batch."""
+    mean = ops.mean(keras.losses.sparse_categorical_crossentropy(y, p, from_logits=True))
+    return mean * (1 - ops.exp(-mean)) ** 2
+
+
+@enough_on("torch")
+def test_a_product_of_means_of_small_logits_is_refused():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    model.compile("sgd", focal_of_mean)
+    wrong = pytest.raises(ValueError, match="neither a mean nor a sum over samples")
+    with wrong if job().size > 1 else nullcontext():
+        model.fit(X, (X.sum(axis=1) > 0).astype("int32"), batch_size=BATCH, verbose=0)
+
+
 @enough_on("torch")
 def test_dice_of_each_sample_is_exact():
     def make():

@@ -84,6 +84,9 @@ class _PyDatasetPart(keras.utils.PyDataset):  # type: ignore[misc]
 def _of_tf_dataset(dataset: Any, rank: int, size: int) -> Any:
     import tensorflow as tf
 
+    from keras_hpc.keras_hooks.data.tf_datasets import in_order
+
+    dataset = in_order(dataset)
     count = int(dataset.cardinality())
     if count == -1 or (count >= 0 and count % size == 0):
         return dataset.shard(size, rank)

@@ -260,3 +260,8 @@ def _warn(team: Team, adapter: Any, differ: bool) -> None:
             "repeated and left out. Make it after keras_hpc.init(), give `shuffle` a seed, or call "
             "keras.utils.set_random_seed before it."
         )
+    if getattr(adapter, "unordered", False):
+        log.warning(
+            "A tf.data.Dataset that is shared out has deterministic=False in a `map` or `batch`: each rank has an "
+            "order of its own, so samples are repeated and left out. Leave the argument out."
+        )

@@ -44,6 +44,7 @@ class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc, valid-type]
         self.fingerprint = ["tf.data", cardinality, str(spec)]
         self._batches = {-1: "endless", -2: "unknown number of"}.get(cardinality, str(cardinality))
         self.unseeded = shuffles_without_seed(dataset)
+        self.unordered = _has_no_order(dataset)
         self._content = digest([np.zeros(0), *_constants(dataset)])
         self.unfinished = tf_caches.unfinished(dataset)
 
@@ -127,6 +128,7 @@ def part_of(dataset: Any, shard: Shard) -> Any:
     """Return this rank's part of `dataset`; ranks get the same number of batches, some of which may have no rows."""
     import tensorflow as tf
 
+    dataset = in_order(dataset)
     if shard.turns > 1:
         return _in_turns(dataset, shard)
     if shard.batch == "global":
@@ -184,6 +186,25 @@ def without_reading_ahead(dataset: Any) -> Any:
     options.experimental_optimization.inject_prefetch = False
     options.experimental_optimization.map_parallelization = False
     return _without_prefetch(dataset).with_options(options)
+
+
+def in_order(dataset: Any) -> Any:
+    """Return a pipeline whose order is the same on every rank, where options let it give first what is ready first."""
+    import tensorflow as tf
+
+    if dataset.options().deterministic is not False:
+        return dataset
+    options = tf.data.Options()
+    options.deterministic = True
+    return dataset.with_options(options)
+
+
+def _has_no_order(dataset: Any) -> bool:
+    """Whether a `map` or `batch` in the pipeline says that it has none, which no option changes.
+
+    An `interleave` that says so cannot be seen from outside.
+    """
+    return getattr(dataset, "_deterministic", None) == "false" or any(map(_has_no_order, dataset._inputs()))
 
 
 def shuffles_without_seed(dataset: Any) -> bool:

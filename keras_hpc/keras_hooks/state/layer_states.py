@@ -36,11 +36,20 @@ StepFunction = Callable[..., Any]
 
 def shared(model: Any) -> list[Any]:
     """Return the variables that move as those of all ranks."""
+    return [variable for variable in _kept(model) if _is_shared(variable)]
+
+
+def averaged(model: Any) -> list[Any]:
+    """Return the others of which nobody has said what they are: each rank's own until they are averaged."""
+    return [v for v in _kept(model) if v.aggregation == "none" and standard_dtype(v) != "string" and not _is_shared(v)]
+
+
+def _kept(model: Any) -> list[Any]:
     others = known_local() | set(map(id, model.metrics_variables))
     others |= {id(generator.state) for generator in seed_generators(model)}
     layers = [layer for layer in model._flatten_layers() if not type(layer).__module__.startswith(keras_private.LAYERS)]
     kept = unique(variable for layer in layers for variable in layer._non_trainable_variables)
-    return [variable for variable in kept if id(variable) not in others and _is_shared(variable)]
+    return [variable for variable in kept if id(variable) not in others]
 
 
 def _is_shared(variable: Any) -> bool:

@@ -14,7 +14,7 @@ import xxhash
 from keras_hpc.errors import ReplicaMismatchError
 from keras_hpc.job import current, log
 from keras_hpc.keras_hooks.sharded import whole
-from keras_hpc.keras_hooks.state import rows, settings
+from keras_hpc.keras_hooks.state import layer_states, rows, settings
 from keras_hpc.keras_hooks.state.variables import (
     accumulators,
     average,
@@ -175,6 +175,8 @@ def average_statistics(model: Any) -> None:
         return
     for _, state in related:
         state.statistics_moved = 0
+    for m, _ in related:
+        _say_what_is_averaged(m)
     kept = unique(v for m, _ in related for v in (*per_rank_state(m), *accumulators(m)))
     average(current.team_of(model), [*kept, *(buffer for m, _ in related for buffer in common_buffers(m))])
 
@@ -189,9 +191,38 @@ def average_after_step(model: Any) -> None:
     if current.team_of(model).schedule.local is not None:
         return  # local steps send nothing: with the weights, before ranks look at them
     if variables:
+        batches = current.job().known.model(model).batches
+        if (batches + 1) & batches == 0:  # as `after_batch`, which counts the step
+            _say_what_is_averaged(model)
         average(current.team_of(model), variables)
     if not accumulators(model):
         current.job().known.model(model).statistics_moved = 0
+
+
+def _say_what_is_averaged(model: Any) -> None:
+    """Warn once of arrays of the user's own layers that ranks have moved apart. Collective on the model's team.
+
+    Their mean is what one rank has of averages over samples, about; of features of earlier batches it is nothing.
+    """
+    team, state = current.team_of(model), current.job().known.model(model)
+    if state.told_averaged or team.size == 1 or team.schedule.local is not None or current.job().virtual is not None:
+        return
+    arrays = layer_states.averaged(model)
+    if not arrays:
+        return
+    everyone = team.allgather(digests(arrays)[None])
+    apart = [v.path for v, theirs in zip(arrays, everyone.swapaxes(0, 1), strict=True) if (theirs != theirs[0]).any()]
+    if not apart:
+        return
+    state.told_averaged = True
+    if team.rank == 0:
+        log.warning(
+            f"model `{model.name}`: each rank moves arrays that layers of your own keep by its own samples, and they "
+            "become the mean of all ranks now and then, as at the end of an epoch: not what one rank has. Where they "
+            'move by means over samples, make them by add_weight(..., trainable=False, aggregation="mean"), where by '
+            'sums over samples "sum": then each step moves them as on one rank. Features of earlier batches stay each '
+            f"rank's own by keras_hpc.keep_local(layer). Received: {', '.join(apart)}"
+        )
 
 
 def has_waiting_gradients(model: Any) -> bool:
@@ -241,6 +272,7 @@ def agree(model: Any, call: str) -> None:
     if differ or (statistics_differ and some_loaded):
         synchronize(model)
     elif statistics_differ:
+        _say_what_is_averaged(model)
         average(team, statistics)
         derive(model)
     state.synchronized, state.has_loaded = len(replicated_variables(model)), False

@@ -27,8 +27,9 @@ from keras_hpc.keras_hooks.trials import made_up, unchanged
 
 _TOLERANCE = 0.02  # of the largest loss
 _DRAWS = 3  # one that is cut off at 0 may be 0 for all samples of one
-_SMALLER = 0.2  # of what it was are predictions of the second half, so that the halves have losses of their own
-_MISSING = None, 0.0, -1.0  # what targets without a value are marked with, for a mask
+# What targets without a value are marked with, for a mask, and of what they were are predictions of the second half, so
+# that the halves have losses of their own. Small logits have not: a product of their means is nearly the mean.
+_SECOND = (None, 0.2), (0.0, 0.2), (-1.0, 0.2), (None, 8.0)
 REFUSED = (
     "{what} is neither a mean nor a sum over samples, but one number for a whole batch, as a ratio of sums, the root "
     "of a mean or a product of means is, and each rank has a part of the batch. So ranks cannot compute what one rank "
@@ -172,10 +173,10 @@ def ask_number(function: Callable[..., Any], dtype: str, y_true: Any, y_pred: An
         y_pred: likewise.
     """
     sums = []
-    for draw, missing in enumerate(_MISSING):
+    for draw, (missing, scale) in enumerate(_SECOND):
         first, (targets, predictions) = (_made_up((y_true, y_pred), 4 * draw + more) for more in (0, 2))
         targets = keras.tree.map_structure(functools.partial(_without_a_value, missing), targets)
-        second = targets, keras.tree.map_structure(_smaller, predictions)
+        second = targets, keras.tree.map_structure(functools.partial(_scaled, scale), predictions)
         try:
             both = keras.tree.map_structure(lambda x, y: np.concatenate([x, y]), first, second)
             with backends.current().outside_programs():
@@ -184,10 +185,10 @@ def ask_number(function: Callable[..., Any], dtype: str, y_true: Any, y_pred: An
                 )
         except Exception:  # noqa: BLE001  as above
             return Answer()
+        if not np.isfinite([whole, *halves]).all() or whole == sum(halves) == 0:
+            continue  # as where predictions are to be probabilities
         if again != halves[0]:
-            return Answer()  # random, or not a number
-        if not np.isfinite(halves).all() or whole == sum(halves) == 0:
-            continue
+            return Answer()  # random
         if not adds_up(whole, halves, [dtype]):
             return Answer(is_neither=True, whole=whole, halves=halves)
         sums.append(abs(whole - sum(halves)) < abs(whole - sum(halves) / 2))
@@ -206,8 +207,8 @@ def adds_up(whole: float, halves: Sequence[float], dtypes: Iterable[Any]) -> boo
     return any(abs(whole - total) <= limit for total in (sum(halves) / 2, sum(halves)))
 
 
-def _smaller(array: np.ndarray) -> np.ndarray:
-    return array * array.dtype.type(_SMALLER) if array.dtype.kind == "f" else array
+def _scaled(scale: float, array: np.ndarray) -> np.ndarray:
+    return array * array.dtype.type(scale) if array.dtype.kind == "f" else array
 
 
 def _without_a_value(missing: float | None, array: np.ndarray) -> np.ndarray:
