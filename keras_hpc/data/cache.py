@@ -26,7 +26,7 @@ from typing import Any
 
 from keras_hpc.data.files import Source
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 20
 _COUNTERS = ("kept", "kept_for_others", "read", "from_nodes", "refused")
 _MARKS = 64  # where the blocks' marks begin, behind the counters
 _COUNTER_LOCK = 0
@@ -44,7 +44,8 @@ class Cache:
         block_bytes: size of a block; the same on all ranks.
 
     Attributes:
-        fetch: `(node, source, block) -> bytes`, what gets a block whose home is another node; None: with one node.
+        fetch: `(node, source, block, begin, nbytes) -> bytes`, what gets a part of a block whose home is another node;
+            None: with one node.
 
     Raises:
         OSError: the folder cannot be written; names it.
@@ -60,12 +61,13 @@ class Cache:
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         self.folder, self.limit, self.block_bytes = folder, limit, block_bytes
-        self.fetch: Callable[[int, Source, int], bytes] | None = None
+        self.fetch: Callable[[int, Source, int, int, int], bytes] | None = None
         self._node, self._node_count = node, node_count
         self._paths = [os.path.join(folder, f".keras_hpc-{name}-{part}") for part in ("table", "marks", "data")]
         self._table, self._marks, self._data = (os.open(p, os.O_RDWR | os.O_CREAT, 0o600) for p in self._paths)
         self._bases: dict[Source, int] = {}  # in blocks
-        self._blocks = self._table_end = 0  # of all files that this rank knows, and what it has read of the table
+        self._blocks = self._bytes = 0  # of all files that this rank knows
+        self._table_end = 0  # what it has read of the table
         self._naming = threading.Lock()
         self._free: dict[int, list[int]] = {self._table: [], self._marks: []}
 
@@ -80,8 +82,14 @@ class Cache:
         for descriptor in (self._table, self._marks, self._data, *itertools.chain(*self._free.values())):
             os.close(descriptor)
 
-    def read_into(self, source: Source, offset: int, view: memoryview) -> None:
+    def read_into(self, source: Source, offset: int, view: memoryview, keep: bool = True) -> None:
         """Fill `view` with the bytes of a source from `offset` on.
+
+        Args:
+            source: the file.
+            offset: where they begin.
+            view: is filled.
+            keep: whether blocks that are not there are read as wholes and kept, if there is room.
 
         Raises:
             OSError: the source cannot be read, or the cache not be written; names the file.
@@ -90,13 +98,20 @@ class Cache:
         while done < len(view):
             block, begin = divmod(offset + done, self.block_bytes)
             piece = view[done : done + self.block_bytes - begin]
-            self._copy(source, block, begin, piece)
+            self._copy(source, block, begin, piece, keep)
             done += len(piece)
 
-    def block(self, source: Source, number: int) -> bytes:
-        """Return a whole block, for another node."""
-        content = bytearray(self._size(source, number))
-        self._copy(source, number, 0, memoryview(content))
+    def touch(self, source: Source, offset: int, nbytes: int) -> None:
+        """Keep the blocks of some bytes, until there is no room."""
+        if nbytes > 0:
+            for block in range(offset // self.block_bytes, (offset + nbytes - 1) // self.block_bytes + 1):
+                if not self._load(source, block):
+                    return
+
+    def block(self, source: Source, number: int, begin: int, nbytes: int) -> bytes:
+        """Return a part of a block, for another node."""
+        content = bytearray(nbytes)
+        self._copy(source, number, begin, memoryview(content), keep=True)
         return bytes(content)
 
     def traffic(self) -> dict[str, int]:
@@ -109,50 +124,66 @@ class Cache:
         """Return the node that reads a block."""
         return (zlib.crc32(source.path.encode()) + block) % self._node_count
 
-    def _copy(self, source: Source, block: int, begin: int, view: memoryview) -> None:
+    def _copy(self, source: Source, block: int, begin: int, view: memoryview, keep: bool) -> None:
         place = self._base(source) + block
-        if not self._is_kept(place):
-            with self._locked(self._marks, _MARKS + place):
-                if not self._is_kept(place):  # nobody was faster
-                    content = self._get(source, block)
-                    self._keep(source, block, place, content)
-                    view[:] = content[begin : begin + len(view)]
-                    return
-        self._read_kept(place * self.block_bytes + begin, view)
+        if self._is_kept(place) or (keep and self._load(source, block)):
+            self._read_kept(place * self.block_bytes + begin, view)
+        elif keep:  # there is no room: of a whole block most would be read in vain
+            view[:] = self._get(source, block, begin, len(view))
+            self._count(refused=len(view))
+        else:
+            source.read_into(block * self.block_bytes + begin, view)
+            self._count(read=len(view))
 
-    def _get(self, source: Source, block: int) -> bytes | bytearray:
+    def _load(self, source: Source, block: int) -> bool:
+        """Read a block and keep it, unless it is there. Returns whether it is now: there may be no room."""
+        place = self._base(source) + block
+        if self._is_kept(place):
+            return True
+        with self._locked(self._marks, _MARKS + place):
+            if self._is_kept(place):  # somebody was faster
+                return True
+            size = self._size(source, block)
+            counter = "kept" if self.home(source, block) == self._node else "kept_for_others"
+            if not self._has_room(counter, size):
+                return False
+            try:
+                self._keep(place, self._get(source, block, 0, size))
+            except BaseException:
+                self._count(**{counter: -size})
+                raise
+        return True
+
+    def _get(self, source: Source, block: int, begin: int, nbytes: int) -> bytes | bytearray:
         home = self.home(source, block)
         if home != self._node and self.fetch is not None:
-            fetched = self.fetch(home, source, block)
+            fetched = self.fetch(home, source, block, begin, nbytes)
             self._count(from_nodes=len(fetched))
             return fetched
-        content = bytearray(self._size(source, block))
-        source.read_into(block * self.block_bytes, memoryview(content))
-        self._count(read=len(content))
+        content = bytearray(nbytes)
+        source.read_into(block * self.block_bytes + begin, memoryview(content))
+        self._count(read=nbytes)
         return content
 
-    def _keep(self, source: Source, block: int, place: int, content: bytes | bytearray) -> None:
-        size = len(content)
-        mine = self.home(source, block) == self._node
+    def _has_room(self, counter: str, size: int) -> bool:
+        """Count bytes as kept, if there is room for them."""
         with self._counters() as counters:
             kept, others = counters["kept"], counters["kept_for_others"]
             # What other nodes keep, too, gives way to what this node alone keeps.
-            room = self.limit - others - (kept if mine else max(kept, self._of_this_node()))
+            room = self.limit - others - (kept if counter == "kept" else max(kept, self._bytes // self._node_count))
             if size > room:
-                counters["refused"] += size
-                return
-            counters["kept" if mine else "kept_for_others"] += size
+                return False
+            counters[counter] += size
+            return True
+
+    def _keep(self, place: int, content: bytes | bytearray) -> None:
+        view, done = memoryview(content), 0
         try:
-            view, done = memoryview(content), 0
-            while done < size:
+            while done < len(view):
                 done += os.pwrite(self._data, view[done:], place * self.block_bytes + done)
         except OSError as error:
             raise OSError(error.errno, f"{error.strerror} while the node's cache was written", self._paths[2]) from None
         os.pwrite(self._marks, b"\1", _MARKS + place)
-
-    def _of_this_node(self) -> int:
-        """Bytes of which this node is the home, of the files that this rank knows."""
-        return sum(source.size for source in list(self._bases)) // self._node_count
 
     def _read_kept(self, offset: int, view: memoryview) -> None:
         done = 0
@@ -191,6 +222,7 @@ class Cache:
         path, size, changed, blocks = row
         self._bases[Source(path, size, changed)] = self._blocks
         self._blocks += blocks
+        self._bytes += size
 
     def _count(self, **more: int) -> None:
         with self._counters() as counters:

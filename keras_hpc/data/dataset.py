@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
+from keras_hpc.data.ahead import Ahead
 from keras_hpc.data.order import Order, Shuffle
-from keras_hpc.data.stores import Store, open_store
-from keras_hpc.data.stores.base import join
+from keras_hpc.data.stores import Store, chunks, open_store
+from keras_hpc.data.stores.base import join, sample_bytes
 
 
 class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
@@ -36,7 +38,7 @@ class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
             False: the order of the files.
         seed: of the order; the same on all ranks.
         samples: `(start, stop)`: only these of the store, for a split into training and validation.
-        block: samples of a block. None: as the file is stored, about 1 MiB.
+        block: samples of a block. None: as the file is stored, about 4 MiB.
         mixed: blocks whose samples are mixed.
         readers: threads that read ahead, at least 2; after `keras_hpc.init()`, also on one rank.
         ahead: batches that they may be ahead.
@@ -91,7 +93,10 @@ class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
         self.batch_size, self.decode = batch_size, decode
         self._order = Order(stop - self.first, shuffle, block or self.store.block, mixed, seed, epoch=0)
         self._has_ended = False
+        self._ahead: Ahead | None = None
         self._names = list(self.store.spec)
+        # The window that is read now, and the next one.
+        chunks.make_room(2 * mixed * self._order.block * sample_bytes(self.store.spec))
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
@@ -112,6 +117,8 @@ class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
     def rows(self, number: int, start: int, stop: int) -> Any:
         """Return samples `start` to `stop` of a batch. keras_hpc calls it where ranks share a batch."""
         begin = number * self.batch_size
+        if self._ahead is not None:
+            self._ahead.at(begin)
         return self._decoded(self._order.at(begin + start, begin + stop) + self.first)
 
     def of_epoch(self, epoch: int) -> Dataset:
@@ -134,6 +141,16 @@ class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
         if self._has_ended:
             self.set_epoch(self._order.epoch + 1)
 
+    @contextlib.contextmanager
+    def read_ahead(self) -> Iterator[None]:
+        """Bring near what this pass reads next, meanwhile. keras_hpc does so in each pass."""
+        self._ahead = Ahead(self.store, self._order, self.first)
+        try:
+            with self._ahead.running():
+                yield
+        finally:
+            self._ahead = None
+
     def _decoded(self, samples: np.ndarray) -> Any:
         found = self._read(samples)
         if self.decode is not None:
@@ -152,5 +169,10 @@ class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
         back = np.empty_like(places)
         back[places] = np.arange(len(places))
         if isinstance(read, dict):
-            return {name: array[back] for name, array in read.items()}
+            return {name: _native(array[back]) for name, array in read.items()}
         return [read[place] for place in back]
+
+
+def _native(array: np.ndarray) -> np.ndarray:
+    """Return an array in this machine's order of bytes, which frameworks want."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))

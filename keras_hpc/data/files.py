@@ -13,8 +13,11 @@ from typing import Any, Protocol
 class Reader(Protocol):
     """What keeps the bytes of files, such as `cache.Cache`."""
 
-    def read_into(self, source: Source, offset: int, view: memoryview) -> None:
-        """Fill `view` with the bytes of the file from `offset` on."""
+    def read_into(self, source: Source, offset: int, view: memoryview, keep: bool = True) -> None:
+        """Fill `view` with the bytes of the file from `offset` on, and keep them or not."""
+
+    def touch(self, source: Source, offset: int, nbytes: int) -> None:
+        """Keep bytes that are read soon, as far as there is room."""
 
 
 _reader: Reader | None = None
@@ -123,12 +126,20 @@ class _File(io.RawIOBase):
             self._position += len(view)
         return len(view)
 
-    def read_at(self, offset: int, view: memoryview) -> None:
-        """Fill `view` with the bytes from `offset` on, wherever the file stands. Threads may do so at once."""
+    def read_at(self, offset: int, view: memoryview, keep: bool = True) -> None:
+        """Fill `view` with the bytes from `offset` on, wherever the file stands. Threads may do so at once.
+
+        With `keep=False` the node's cache does not keep what it has not.
+        """
         if _reader is None:
             self.source.read_into(offset, view)
         else:
-            _reader.read_into(self.source, offset, view)
+            _reader.read_into(self.source, offset, view, keep)
+
+    def touch(self, offset: int, nbytes: int) -> None:
+        """Bring bytes into the node's cache, if there is one, as far as it has room."""
+        if _reader is not None:
+            _reader.touch(self.source, offset, nbytes)
 
 
 def open_file(path: str | os.PathLike[str]) -> _File:

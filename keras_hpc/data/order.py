@@ -49,6 +49,21 @@ class Order:
         places = np.concatenate([np.empty(0, np.int64), *(self._window(number) for number in range(first, last))])
         return places[start - self._windows[first] : stop - self._windows[first]]
 
+    def window(self, place: int) -> int:
+        """Return the number of the window of mixed blocks in which a place of the order is."""
+        if self.shuffle == "blocks":
+            return int(np.searchsorted(self._windows, place, side="right")) - 1
+        return place // (self.block * self.mixed)
+
+    def ranges(self, number: int) -> list[tuple[int, int]]:
+        """Return the samples of a window as ranges; none behind the last one, or if samples are drawn one by one."""
+        blocks = np.arange(number * self.mixed, (number + 1) * self.mixed)
+        blocks = blocks[blocks < -(-self.samples // self.block)]
+        if self.shuffle == "all":
+            return []
+        found = (self._blocks[blocks] if self.shuffle else blocks) * self.block
+        return [(begin, min(begin + self.block, self.samples)) for begin in found.tolist()]
+
     @functools.cached_property
     def _all(self) -> np.ndarray:
         return np.random.default_rng((self.seed, self.epoch)).permutation(self.samples)

@@ -46,11 +46,11 @@ class Peers:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def answer(self, block: Callable[[Source, int], bytes]) -> None:
+    def answer(self, block: Callable[[Source, int, int, int], bytes]) -> None:
         """Answer the other nodes from now on, if this rank is its node's first.
 
         Args:
-            block: what returns a block of a file.
+            block: `(source, number, begin, nbytes) -> bytes`, what returns a part of a block.
         """
         if self._comm.rank in self._first_of_node:
             self._thread = threading.Thread(target=self._serve, args=(block,), name="keras_hpc data", daemon=True)
@@ -63,8 +63,8 @@ class Peers:
             self._thread.join()
         self._comm.Free()
 
-    def fetch(self, node: int, source: Source, block: int) -> bytes:
-        """Return a block from another node. Threads may do so at once.
+    def fetch(self, node: int, source: Source, block: int, begin: int, nbytes: int) -> bytes:
+        """Return a part of a block from another node. Threads may do so at once.
 
         Raises:
             OSError: the other node cannot read the file; says which and why.
@@ -72,7 +72,7 @@ class Peers:
         """
         root = self._first_of_node[node]
         tag = self._tags.get()
-        question = json.dumps([tag, source.path, source.size, source.changed, block]).encode()
+        question = json.dumps([tag, source.path, source.size, source.changed, block, begin, nbytes]).encode()
         self._wait(self._comm.Isend(np.frombuffer(question, np.uint8), root, _QUESTION), source, node)
         head = np.empty(2, np.int64)  # whether it is an error, and bytes that follow
         self._wait(self._comm.Irecv(head, root, tag), source, node)
@@ -95,7 +95,7 @@ class Peers:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _serve(self, block: Callable[[Source, int], bytes]) -> None:
+    def _serve(self, block: Callable[[Source, int, int, int], bytes]) -> None:
         from mpi4py import MPI
 
         pause = _SHORTEST_PAUSE
@@ -112,10 +112,10 @@ class Peers:
                 message.Recv(question)
                 pool.submit(self._reply, block, status.Get_source(), json.loads(question.tobytes()))
 
-    def _reply(self, block: Callable[[Source, int], bytes], asker: int, question: list[Any]) -> None:
-        tag, path, size, changed, number = question
+    def _reply(self, block: Callable[[Source, int, int, int], bytes], asker: int, question: list[Any]) -> None:
+        tag, path, size, changed, number, begin, nbytes = question
         try:
-            failed, content = 0, block(Source(path, size, changed), number)
+            failed, content = 0, block(Source(path, size, changed), number, begin, nbytes)
         except Exception as error:  # noqa: BLE001 - whatever it is, the rank that asked must not wait for it
             failed, content = 1, f"{type(error).__name__}: {error}".encode()
         body = np.frombuffer(content, np.uint8)

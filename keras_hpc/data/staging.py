@@ -21,8 +21,8 @@ def stage(folder: str | os.PathLike[str], limit: int | str) -> None:
 
     What `Dataset`, `open_store` and `open_file` read from then on is kept in `folder` of the node that reads it, and
     the ranks of a node share it. With several nodes each reads its part of the files and gives the
-    others what they need over MPI. Nothing is read ahead of the batches that are asked for. What does not fit into
-    `limit` is read again each time it is needed. The space is free again when the job ends, however it ends.
+    others what they need over MPI. Of a `Dataset` the blocks that are mixed next are read meanwhile. What does not fit
+    into `limit` is read again each time it is needed. The space is free again when the job ends, however it ends.
 
     Args:
         folder: on a disk of the node, or in its memory, such as "/dev/shm"; it must exist on each node.

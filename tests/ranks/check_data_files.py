@@ -138,5 +138,5 @@ def test_what_a_node_cannot_read_is_named_by_those_who_ask(folder):
     if job().node_count > 1:
         other = (job().node + 1) % job().node_count
         with pytest.raises(OSError, match=f"Node {other} cannot read.*nothing there"):
-            files.reader().fetch(other, Source("/nothing there", 10, 0), 0)
+            files.reader().fetch(other, Source("/nothing there", 10, 0), 0, 0, 10)
     keras_hpc.barrier()

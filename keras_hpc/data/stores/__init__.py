@@ -48,7 +48,7 @@ def open_store(
     To find the samples of `.tar` and `.tfrecord` files, all of them are gone through once.
 
     Args:
-        paths: of a file, a pattern such as "train-*.h5", or a list of both.
+        paths: of a file, a pattern such as "train-*.h5" or "train/**/*.h5", or a list of both.
         fields: names of data sets or arrays, in the order in which they are wanted; None: all, by name. For tar files:
             extensions that each sample must have.
 
@@ -72,7 +72,7 @@ def open_store(
 def _matching(path: str) -> list[str]:
     if os.path.exists(path):
         return [path]
-    if not (files := sorted(glob.glob(path))):
+    if not (files := sorted(glob.glob(path, recursive=True))):
         raise FileNotFoundError(f"No such file. Expected a file or a pattern that fits some. Received: {path!r}")
     return files
 

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+
+_BLOCK_BYTES = 4 << 20  # a few blocks of the node's cache, so that few of those lie in two blocks of an order
 
 
 class Store(abc.ABC):
@@ -30,6 +32,9 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def read(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop`: a dictionary of arrays with as many rows, or a list of records."""
+
+    def touch(self, start: int, stop: int) -> None:  # noqa: B027 - a store need not
+        """Bring samples near that are read soon: into the node's cache, or into memory. It may do nothing."""
 
 
 class Concatenated(Store):
@@ -59,15 +64,23 @@ class Concatenated(Store):
 
     def read(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop`; see `Store`."""
+        parts = [store.read(*inside) for store, inside in self._parts(start, stop)]
+        return join(parts) if parts else self.stores[0].read(0, 0)
+
+    def touch(self, start: int, stop: int) -> None:
+        """Bring samples near; see `Store`."""
+        for store, inside in self._parts(start, stop):
+            store.touch(*inside)
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[Store, tuple[int, int]]]:
+        """Yield the stores that have samples `start` to `stop`, and which of their own."""
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
-        parts = []
         for store, begin in zip(self.stores[first:], self._starts[first:], strict=False):
             inside = max(start - int(begin), 0), min(stop - int(begin), len(store))
             if inside[0] < inside[1]:
-                parts.append(store.read(*inside))
+                yield store, inside
             if begin + len(store) >= stop:
                 break
-        return join(parts) if parts else self.stores[first].read(0, 0)
 
 
 def join(parts: Sequence[Any]) -> Any:
@@ -109,9 +122,18 @@ def pick(
 
 
 def best_block(spec: dict[str, tuple[tuple[int, ...], str]]) -> int:
-    """Return so many samples as make about 1 MiB."""
-    nbytes = sum(int(np.prod(shape)) * _itemsize(dtype) for shape, dtype in spec.values())
-    return max(1, (1 << 20) // max(1, nbytes))
+    """Return so many samples as make a block."""
+    return max(1, _BLOCK_BYTES // max(1, sample_bytes(spec)))
+
+
+def record_block(nbytes: int, count: int) -> int:
+    """The same of records, which have `nbytes` together."""
+    return max(1, _BLOCK_BYTES * count // max(1, int(nbytes)))
+
+
+def sample_bytes(spec: dict[str, tuple[tuple[int, ...], str]]) -> int:
+    """Return the bytes of a sample."""
+    return sum(int(np.prod(shape)) * _itemsize(dtype) for shape, dtype in spec.values())
 
 
 def _itemsize(dtype: str) -> int:

@@ -37,6 +37,10 @@ class _Rows:
             self.file.read_at(self.offset + start * step, rows.reshape(-1).view(np.uint8).data)
         return rows
 
+    def touch(self, start: int, stop: int) -> None:
+        step = math.prod(self.shape[1:]) * self.dtype.itemsize
+        self.file.touch(self.offset + start * step, (stop - start) * step)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Loaded:
@@ -54,6 +58,9 @@ class _Loaded:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return self.array[start:stop]
+
+    def touch(self, start: int, stop: int) -> None:
+        pass
 
 
 class _ArrayStore(Store):
@@ -74,6 +81,11 @@ class _ArrayStore(Store):
     def read(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop`; see `Store`."""
         return {name: array.read(start, stop) for name, array in self._arrays.items()}
+
+    def touch(self, start: int, stop: int) -> None:
+        """Bring samples near; see `Store`."""
+        for array in self._arrays.values():
+            array.touch(start, stop)
 
 
 class NpyStore(_ArrayStore):

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_hpc.data.files import Source, open_source
-from keras_hpc.data.stores.base import Store, best_block, pick
+from keras_hpc.data.stores.base import Store, best_block, pick, sample_bytes
+from keras_hpc.data.stores.chunks import Chunks
 
 
 class ZarrStore(Store):
@@ -34,17 +35,27 @@ class ZarrStore(Store):
             arrays = {name: array for name, array in found.items() if isinstance(array, zarr.Array)}
         available = {name: (array.shape, array.dtype.str) for name, array in arrays.items()}
         names = pick(available, fields, path, () if isinstance(opened, zarr.Array) else opened.array_keys())
-        self._arrays = {name: arrays[name] for name in names}
         self.spec = {name: (available[name][0][1:], available[name][1]) for name in names}
         self._count: int = available[names[0]][0][0]
-        self.block = max([best_block(self.spec), *(array.chunks[0] for array in self._arrays.values())])
+        self.block = max([best_block(self.spec), *(arrays[name].chunks[0] for name in names)])
+        self._arrays = {name: self._rows_of(name, arrays[name]) for name in names}
 
     def __len__(self) -> int:
         return self._count
 
     def read(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop`; see `Store`."""
-        return {name: array[start:stop] for name, array in self._arrays.items()}
+        return {name: array.read(start, stop) for name, array in self._arrays.items()}
+
+    def touch(self, start: int, stop: int) -> None:
+        """Bring samples near; see `Store`."""
+        for array in self._arrays.values():
+            array.touch(start, stop)
+
+    def _rows_of(self, name: str, array: Any) -> Chunks:
+        rows = array.chunks[0]
+        nbytes = rows * sample_bytes({name: self.spec[name]})
+        return Chunks(lambda start, stop: array[start:stop], self._count, rows, nbytes)
 
 
 def _folder(path: str) -> Any:
@@ -57,7 +68,7 @@ def _folder(path: str) -> Any:
     from zarr.storage import LocalStore
 
     known: dict[str, Source] = {}
-    for folder, _, names in os.walk(path):
+    for folder, _, names in os.walk(path, followlinks=True):  # a chunk that is not seen counts as empty
         for name in names:
             whole = os.path.join(folder, name)
             known[os.path.relpath(whole, path)] = Source.of(whole)

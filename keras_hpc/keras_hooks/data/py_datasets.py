@@ -163,9 +163,10 @@ class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc, valid-type]
             batches = Partition(source.num_batches, 1, shard)
             order = batches.order(True, self.seed, epoch)
         key = (self.seed, epoch) if self.draws and self.reads_alone else None
-        for batch in _read(_Pass(source, shard, order, first, key)):
-            yield self._standardize_batch(batch)
-            self.passes.next = epoch + 1  # Not before: see `arrays.ShardedArrays`.
+        with source.read_ahead() if isinstance(source, Dataset) else contextlib.nullcontext():
+            for batch in _read(_Pass(source, shard, order, first, key)):
+                yield self._standardize_batch(batch)
+                self.passes.next = epoch + 1  # Not before: see `arrays.ShardedArrays`.
 
 
 def _read(part: _Pass) -> Iterator[Any]:
