@@ -87,6 +87,43 @@ def test_a_step_of_ones_own(loss, caplog):
     keras_hpc.check_replicas(model)
 
 
+class Logging(OwnStep):
+    """Gives its metrics numbers of a batch, one of which is no mean over samples."""
+
+    def __init__(self, loss):
+        super().__init__(loss)
+        self.square, self.root = keras.metrics.Mean("square"), keras.metrics.Mean("root")
+
+    def train_step(self, *arguments):
+        result = super().train_step(*arguments)
+        x, y = arguments[-1]
+        if BACKEND != "jax":
+            square = ops.stop_gradient(self.own_loss(y, self(x)))
+            self.square.update_state(square)
+            self.root.update_state(ops.sqrt(square))
+            return result
+        logs, (trainable, fixed, optimizer, metrics) = result
+        square, left, moved = self.own_loss(y, self.stateless_call(trainable, fixed, x)[0]), list(metrics), []
+        for metric in self.metrics:
+            own = [left.pop(0) for _ in metric.variables]
+            number = {id(self.square): square, id(self.root): ops.sqrt(square)}.get(id(metric))
+            moved += own if number is None else metric.stateless_update_state(own, number)
+        return logs, (trainable, fixed, optimizer, moved)
+
+
+@enough_on("torch", "jax")
+def test_a_metric_of_a_step_that_is_no_mean_is_named(caplog):
+    def make():
+        model = Logging(keras.losses.MeanSquaredError())
+        model.compile(keras.optimizers.SGD(1e-3))
+        return model
+
+    with caplog.at_level("WARNING", "keras_hpc"):
+        compare(make)
+    assert ("Received: `root`" in caplog.text) == (job().rank == 0 and job().size > 1)
+    assert "`square`" not in caplog.text
+
+
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow counts traces")
 @enough_on()
 def test_trials_are_not_said_to_be_traced_too_often(monkeypatch):

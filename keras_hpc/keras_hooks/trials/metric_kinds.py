@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-UNKNOWN, MEAN, SUM = range(3)
+UNKNOWN, MEAN, SUM, NEITHER = range(4)
 
 kinds: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of metrics
 
@@ -41,6 +41,20 @@ def kind_of(metric: Any, ours: dict[int, Any], theirs: dict[int, Any]) -> int:
         return UNKNOWN
     ratio = second / first
     return MEAN if abs(ratio - 1) < 0.2 else SUM if abs(ratio - 2) < 0.4 else UNKNOWN
+
+
+def is_neither(metric: Any, kind: int, moved: Sequence[dict[int, Any]], tolerance: float) -> bool:
+    """Return whether the number of a batch is not what those of its halves say, as the root of a mean.
+
+    Args:
+        metric: one of `of_model`.
+        kind: MEAN or SUM, as it seemed; of what is UNKNOWN nothing is said.
+        moved: as for `kind_of`, in steps on two halves that are not alike, and on both together.
+        tolerance: how far numbers that are equal, but for rounding, are apart, as a part of them.
+    """
+    first, second, whole = (_counted(metric, of_part) for of_part in moved)
+    expected = first + second if kind == SUM else (first + second) / 2
+    return kind != UNKNOWN and abs(whole - expected) > tolerance * max(abs(first), abs(second), abs(whole))
 
 
 def _counted(metric: Any, moved: dict[int, Any]) -> float:

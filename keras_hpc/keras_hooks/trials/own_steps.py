@@ -91,7 +91,15 @@ def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     team = current.team_of(model)
     team.allreduce(everyone, op="max")
     _report(model, int(everyone[0]), everyone[1], why)
-    metric_kinds.tell(told, everyone[3:].astype(int).tolist())
+    found = everyone[3:].astype(int).tolist()
+    metric_kinds.tell(told, found)
+    mixed = [f"`{metric.name}`" for metric, kind in zip(told, found, strict=True) if kind == metric_kinds.NEITHER]
+    if mixed and team.rank == 0:
+        log.warning(
+            f"`{type(model).__name__}.train_step()` gives metrics a number of the whole batch that is neither a mean "
+            "nor a sum over samples, as the root of a mean. Each rank has a part of the batch, so what they say is not "
+            f"what one rank says. Give them a number for each sample, or means. Received: {', '.join(mixed)}"
+        )
     if everyone[2] and team.rank == 0:
         log.warning(
             f"`{type(model).__name__}.train_step()` limits gradients before the optimizer gets them: each rank its "
@@ -144,6 +152,12 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool,
             kinds = [metric_kinds.kind_of(metric, *moved) for metric in metric_kinds.of_model(model)]
             can_be_cut = not noisy and _can_be_cut(model, trials[1])
             adds_up = can_be_cut and _adds_up(model, *trials, samples, batch)
+            if can_be_cut:
+                parts, tolerance = [*trials[0].each[-2:], trials[1].each[-1]], _tolerance(model)
+                kinds = [
+                    metric_kinds.NEITHER if metric_kinds.is_neither(metric, kind, parts, tolerance) else kind
+                    for metric, kind in zip(metric_kinds.of_model(model), kinds, strict=True)
+                ]
             limits = False
             if not is_keras_own(model):
                 large = _Tries(model, rest, twin, _LARGE), _Tries(model, rest, None, _LARGE)
@@ -231,10 +245,12 @@ def _adds_up(model: Any, rank: _Tries, alone: _Tries, samples: Any, batch: Any) 
         others = same([*others[:2], samples[2]])  # weights of samples
     halves = [rank.projections(part) for part in (samples, others)]
     whole = alone.projections(_joined(samples, others))
-    limits = made_up.tolerance_of(layer.compute_dtype for layer in model._flatten_layers()) * np.abs(
-        [*halves, whole]
-    ).max(axis=(0, 2), initial=0)
+    limits = _tolerance(model) * np.abs([*halves, whole]).max(axis=(0, 2), initial=0)
     return not (np.abs(sum(halves) / 2 - whole).max(axis=1, initial=0) > limits).any()
+
+
+def _tolerance(model: Any) -> float:
+    return made_up.tolerance_of(layer.compute_dtype for layer in model._flatten_layers())
 
 
 def _joined(samples: Any, others: Any) -> Any:
@@ -255,6 +271,7 @@ class _Tries:
         self.model, self.rest, self.step, self.factor = model, rest, step, factor
         self.communicates = False
         self.moved: dict[int, Any] = {}  # by how much variables of metrics have moved so far, by their `id`
+        self.each: list[dict[int, Any]] = []  # the same, of each try
         self.program: Callable[..., Any] = self._run
         if keras.backend.backend() == "tensorflow" and not model.run_eagerly:
             import tensorflow as tf
@@ -277,8 +294,9 @@ class _Tries:
     def _try(self, samples: Any) -> tuple[list[float], list[list[float]]]:
         data = keras.tree.map_structure(lambda x: None if x is None else keras.ops.convert_to_tensor(x), samples)
         found, self.rest, moved = _from_the_same_state(self.model, self.program, self.rest, data)
-        for variable, difference in zip(self.model.metrics_variables, moved, strict=True):
-            self.moved[id(variable)] = self.moved.get(id(variable), 0) + difference
+        self.each.append({id(v): difference for v, difference in zip(self.model.metrics_variables, moved, strict=True)})
+        for key, difference in self.each[-1].items():
+            self.moved[key] = self.moved.get(key, 0) + difference
         if keras.backend.backend() == "torch":
             self.model.zero_grad()
         norms, projections = keras.tree.map_structure(lambda x: float(backends.current().to_numpy(x)), found)
