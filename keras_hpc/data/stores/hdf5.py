@@ -57,6 +57,7 @@ class HDF5Store(Store):
         self._count = available[names[0]][0][0]
         self._lock = threading.Lock()
         self._arrays = {name: self._rows_of(name) for name in names}
+        self._offsets = {name: self._file[name].id.get_offset() for name in names}  # None: in chunks
         chunks = [self._file[name].chunks for name in names]
         self.block = max([best_block(self.spec), *(chunk[0] for chunk in chunks if chunk)])
 
@@ -71,9 +72,8 @@ class HDF5Store(Store):
         """Bring samples near; see `Store`."""
         for name, array in self._arrays.items():
             array.touch(start, stop)
-            offset, shape = self._file[name].id.get_offset(), self.spec[name]
-            if offset is not None:  # rows lie one after the other
-                nbytes = sample_bytes({name: shape})
+            if (offset := self._offsets[name]) is not None:
+                nbytes = sample_bytes({name: self.spec[name]})
                 self._source.touch(offset + start * nbytes, (stop - start) * nbytes)
 
     def _rows_of(self, name: str) -> Chunks:
