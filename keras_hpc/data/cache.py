@@ -149,7 +149,7 @@ class Cache:
                 return False
             try:
                 self._keep(place, self._get(source, block, 0, size))
-            except BaseException:
+            except BaseException:  # whatever it was, it takes no room; raised again
                 self._count(**{counter: -size})
                 raise
         return True

@@ -20,7 +20,7 @@ class TarStore(Store):
     def __init__(self, path: str, fields: Sequence[str] | None = None) -> None:
         self.path, self.spec = path, {}
         self._file = open_file(path)
-        self._extensions: list[str] = []
+        extensions: dict[str, int] = {}  # with their numbers
         members: list[tuple[int, int, int]] = []  # where the content begins, its bytes, the number of the extension
         starts: list[int] = []  # the first member of each sample
         stems: set[str] = set()
@@ -48,12 +48,12 @@ class TarStore(Store):
                     if extension in kinds:
                         raise ValueError(f"Expected each file of {path} once. Received: {member.name} twice")
                     kinds.add(extension)
-                    if extension not in self._extensions:
-                        self._extensions.append(extension)
-                    members.append((member.offset_data, member.size, self._extensions.index(extension)))
+                    kind = extensions.setdefault(extension, len(extensions))
+                    members.append((member.offset_data, member.size, kind))
                 self._check_end(archive.offset)
         except tarfile.TarError as error:
             raise ValueError(f"{path} cannot be read. Expected a tar file, uncompressed. Received: {error}") from error
+        self._extensions = list(extensions)
         self._members = np.array(members, np.int64).reshape(-1, 3)
         self._starts = np.array([*starts, len(members)], np.int64)
         self._fields = fields

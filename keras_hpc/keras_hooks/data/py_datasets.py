@@ -157,13 +157,15 @@ class ShardedPyDataset(PyDatasetAdapter):  # type: ignore[misc, valid-type]
         source, shard = self.py_dataset.source, self.py_dataset.shard
         epoch, first = self.passes.begin()
         order = None
+        ahead: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if isinstance(source, Dataset):
             source = source.of_epoch(epoch)  # whoever else reads it, as an `evaluate` amid the pass
+            ahead = source.read_ahead()
         if self.shuffle:
             batches = Partition(source.num_batches, 1, shard)
             order = batches.order(True, self.seed, epoch)
         key = (self.seed, epoch) if self.draws and self.reads_alone else None
-        with source.read_ahead() if isinstance(source, Dataset) else contextlib.nullcontext():
+        with ahead:
             for batch in _read(_Pass(source, shard, order, first, key)):
                 yield self._standardize_batch(batch)
                 self.passes.next = epoch + 1  # Not before: see `arrays.ShardedArrays`.

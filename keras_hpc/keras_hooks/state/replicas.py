@@ -210,7 +210,7 @@ def _say_what_is_averaged(model: Any) -> None:
     arrays = layer_states.averaged(model)
     if not arrays:
         return
-    everyone = team.allgather(digests(arrays)[None])
+    everyone = team.allgather(digests(arrays)[None], "arrays of layers, for keras_hpc to compare")
     apart = [v.path for v, theirs in zip(arrays, everyone.swapaxes(0, 1), strict=True) if (theirs != theirs[0]).any()]
     if not apart:
         return

@@ -43,8 +43,8 @@ def kind_of(metric: Any, ours: dict[int, Any], theirs: dict[int, Any]) -> int:
     return MEAN if abs(ratio - 1) < 0.2 else SUM if abs(ratio - 2) < 0.4 else UNKNOWN
 
 
-def is_neither(metric: Any, kind: int, moved: Sequence[dict[int, Any]], tolerance: float) -> bool:
-    """Return whether the number of a batch is not what those of its halves say, as the root of a mean.
+def checked(metric: Any, kind: int, moved: Sequence[dict[int, Any]], tolerance: float) -> int:
+    """Return NEITHER if the number of a batch is not what those of its halves say, as the root of a mean; else `kind`.
 
     Args:
         metric: one of `of_model`.
@@ -54,7 +54,8 @@ def is_neither(metric: Any, kind: int, moved: Sequence[dict[int, Any]], toleranc
     """
     first, second, whole = (_counted(metric, of_part) for of_part in moved)
     expected = first + second if kind == SUM else (first + second) / 2
-    return kind != UNKNOWN and abs(whole - expected) > tolerance * max(abs(first), abs(second), abs(whole))
+    limit = tolerance * max(abs(first), abs(second), abs(whole))
+    return NEITHER if kind != UNKNOWN and abs(whole - expected) > limit else kind
 
 
 def _counted(metric: Any, moved: dict[int, Any]) -> float:

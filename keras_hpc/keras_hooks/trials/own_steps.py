@@ -149,21 +149,21 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool,
                     for had, trial, data in zip((one_of_two, alone), trials, given, strict=True)
                 )
             moved = trials[0].moved, trials[1].moved
-            kinds = [metric_kinds.kind_of(metric, *moved) for metric in metric_kinds.of_model(model)]
+            metrics = metric_kinds.of_model(model)
+            kinds = [metric_kinds.kind_of(metric, *moved) for metric in metrics]
             can_be_cut = not noisy and _can_be_cut(model, trials[1])
-            adds_up = can_be_cut and _adds_up(model, *trials, samples, batch)
+            adds_up = limits = False
             if can_be_cut:
-                parts, tolerance = [*trials[0].each[-2:], trials[1].each[-1]], _tolerance(model)
+                adds_up, of_parts = _adds_up(model, *trials, samples, batch)
                 kinds = [
-                    metric_kinds.NEITHER if metric_kinds.is_neither(metric, kind, parts, tolerance) else kind
-                    for metric, kind in zip(metric_kinds.of_model(model), kinds, strict=True)
+                    metric_kinds.checked(metric, kind, of_parts, _tolerance(model))
+                    for metric, kind in zip(metrics, kinds, strict=True)
                 ]
-            limits = False
             if not is_keras_own(model):
                 large = _Tries(model, rest, twin, _LARGE), _Tries(model, rest, None, _LARGE)
                 limits = _are_limited(large[1].norms(given[1], len(alone)) / _LARGE, alone)
                 # Those of each sample that are limited by themselves have a mean like any other.
-                limits = limits and not (adds_up and _adds_up(model, *large, samples, batch))
+                limits = limits and not (adds_up and _adds_up(model, *large, samples, batch)[0])
             # What limits gradients makes no means of them, whatever the loss.
             together = can_be_cut and not limits and not adds_up
     except Exception as error:  # noqa: BLE001  it may refuse made-up samples; what is wrong with it, it raises again
@@ -229,8 +229,11 @@ def _can_be_cut(model: Any, alone: _Tries) -> bool:
     return not alone.communicates and not any(map(normalization.is_normalization, model._flatten_layers()))
 
 
-def _adds_up(model: Any, rank: _Tries, alone: _Tries, samples: Any, batch: Any) -> bool:
-    """Return whether the gradients of two parts of a batch have those of the batch as their mean."""
+def _adds_up(model: Any, rank: _Tries, alone: _Tries, samples: Any, batch: Any) -> tuple[bool, list[dict[int, Any]]]:
+    """Return whether the gradients of two parts of a batch have those of the batch as their mean.
+
+    And by how much variables of metrics have moved for each part, and for both together.
+    """
     # The twin divides by as large a sum of weights or of a mask as this rank.
     alike = rank.step is not None and rank.step.uses["divisors"] > 0
 
@@ -243,10 +246,14 @@ def _adds_up(model: Any, rank: _Tries, alone: _Tries, samples: Any, batch: Any) 
     if isinstance(others, (list, tuple)) and len(others) == 3:
         same: Any = type(others)  # PyTorch's trees tell lists from tuples
         others = same([*others[:2], samples[2]])  # weights of samples
-    halves = [rank.projections(part) for part in (samples, others)]
+    halves, moved = [], []
+    for part in (samples, others):
+        halves.append(rank.projections(part))
+        moved.append(rank.last)
     whole = alone.projections(_joined(samples, others))
+    moved.append(alone.last)
     limits = _tolerance(model) * np.abs([*halves, whole]).max(axis=(0, 2), initial=0)
-    return not (np.abs(sum(halves) / 2 - whole).max(axis=1, initial=0) > limits).any()
+    return not (np.abs(sum(halves) / 2 - whole).max(axis=1, initial=0) > limits).any(), moved
 
 
 def _tolerance(model: Any) -> float:
@@ -271,7 +278,7 @@ class _Tries:
         self.model, self.rest, self.step, self.factor = model, rest, step, factor
         self.communicates = False
         self.moved: dict[int, Any] = {}  # by how much variables of metrics have moved so far, by their `id`
-        self.each: list[dict[int, Any]] = []  # the same, of each try
+        self.last: dict[int, Any] = {}  # the same, in the last try
         self.program: Callable[..., Any] = self._run
         if keras.backend.backend() == "tensorflow" and not model.run_eagerly:
             import tensorflow as tf
@@ -294,8 +301,8 @@ class _Tries:
     def _try(self, samples: Any) -> tuple[list[float], list[list[float]]]:
         data = keras.tree.map_structure(lambda x: None if x is None else keras.ops.convert_to_tensor(x), samples)
         found, self.rest, moved = _from_the_same_state(self.model, self.program, self.rest, data)
-        self.each.append({id(v): difference for v, difference in zip(self.model.metrics_variables, moved, strict=True)})
-        for key, difference in self.each[-1].items():
+        self.last = dict(zip(map(id, self.model.metrics_variables), moved, strict=True))
+        for key, difference in self.last.items():
             self.moved[key] = self.moved.get(key, 0) + difference
         if keras.backend.backend() == "torch":
             self.model.zero_grad()
