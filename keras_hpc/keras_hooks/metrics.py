@@ -18,6 +18,7 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.job import current, log
 from keras_hpc.keras_hooks import keras_private, part_losses, running
+from keras_hpc.keras_hooks.trials import metric_states
 
 _SAID = "_keras_hpc_aggregation"  # on a variable whose aggregation the user has chosen
 _OWN = "_keras_hpc_own"  # on a variable that holds the ranks' merged state: this rank's, and the merged one
@@ -25,6 +26,7 @@ _OWN = "_keras_hpc_own"  # on a variable that holds the ranks' merged state: thi
 
 def install(job: Any, patcher: Any) -> None:
     """Notices which variables of metrics say how they are to be merged, and what goes on after an epoch."""
+    metric_states.install(patcher)
 
     def noticing(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -217,13 +219,13 @@ def _merge(metric: Any, team: Any, counting: Sequence[int]) -> None:
     """Lets a metric merge the states of ranks, in rank order, the same on each. Collective."""
     backend = backends.current()
     arrays = [backend.to_numpy(variable.value) for variable in metric.variables]
-    _merge_states(metric, [team.allgather(array[None]) for array in arrays], counting)
-
-
-def _merge_states(metric: Any, everyone: Sequence[np.ndarray], counting: Sequence[int]) -> None:
-    """Lets a metric merge states, of each of its variables those of all ranks or parts."""
-    backend = backends.current()
     others = [_twin(metric) for _ in counting[1:]]
+    _merge_states(metric, others, [team.allgather(array[None]) for array in arrays], counting)
+
+
+def _merge_states(metric: Any, others: Sequence[Any], everyone: Sequence[np.ndarray], counting: Sequence[int]) -> None:
+    """Lets a metric merge states, of each of its variables those of all ranks or parts, which its twins hold."""
+    backend = backends.current()
     for rank, holder in zip(counting, [metric, *others], strict=True):
         for variable, values in zip(holder.variables, everyone, strict=True):
             backend.assign(variable, values[rank])
@@ -236,23 +238,38 @@ def _merge_virtual(states: Any, team: Any, variables: Sequence[Any], merging: li
     gathered = dict(zip(map(id, variables), states.gather(team, variables), strict=True))
     for metric in merging:
         everyone = [gathered.pop(id(variable)) for variable in metric.variables]
-        _merge_states(metric, everyone, range(len(everyone[0])) if everyone else [0])
+        counting = range(len(everyone[0])) if everyone else [0]
+        _merge_states(metric, [_twin(metric) for _ in counting[1:]], everyone, counting)
     for variable in variables:
         if id(variable) not in gathered:
             continue
-        values = gathered[id(variable)]
-        total = np.sum(values.astype(np.float64), axis=0)
-        if variable.aggregation == "mean":
-            total = total / len(values)
-        elif variable.aggregation == "only_first_replica":
-            total = values[0]
-        backend.assign(variable, total.astype(values.dtype))
+        backend.assign(variable, _aggregated(variable, gathered[id(variable)]))
+
+
+def _aggregated(variable: Any, values: np.ndarray) -> np.ndarray:
+    """Return what the values of a metric's variable of all ranks or parts make together."""
+    total = np.sum(values.astype(np.float64), axis=0)
+    if variable.aggregation == "mean":
+        total = total / len(values)
+    elif variable.aggregation == "only_first_replica":
+        total = values[0]
+    return np.asarray(total, values.dtype)
+
+
+def _merged(metric: Any, everyone: Sequence[np.ndarray]) -> list[Any]:
+    """Return the merged values of a metric's variables, which stay as they are."""
+    if not callable(getattr(metric, "merge_state", None)):
+        return list(map(_aggregated, metric.variables, everyone))
+    others = [_twin(metric) for _ in everyone[0][1:]]
+    with keras.StatelessScope():
+        _merge_states(metric, others, everyone, range(len(everyone[0])))
+        return [backends.current().to_numpy(variable.value) for variable in metric.variables]
 
 
 def _twin(metric: Any) -> Any:
     """Return a metric with variables of its own, whatever arguments its class wants."""
     # A copy: on PyTorch a variable takes the tensor that it is given, and an assignment writes into it.
-    fresh = {
+    fresh: dict[int, Any] = {
         id(v): keras.Variable(keras.ops.copy(v.value), dtype=v.dtype, trainable=False, name=v.name)
         for v in metric.variables
     }
@@ -260,11 +277,12 @@ def _twin(metric: Any) -> Any:
     def replaced(value: Any) -> Any:
         if isinstance(value, list):
             return [replaced(item) for item in value]
+        if isinstance(value, keras.metrics.Metric) and id(value) not in fresh:  # one inside has the same twin each time
+            fresh[id(value)] = twin = object.__new__(type(value))
+            vars(twin).update({name: replaced(held) for name, held in vars(value).items()})
         return fresh.get(id(value), value)
 
-    twin = object.__new__(type(metric))
-    vars(twin).update({name: replaced(value) for name, value in vars(metric).items()})
-    return twin
+    return replaced(metric)
 
 
 def _leaves(metrics: Iterable[Any]) -> Iterator[Any]:
@@ -282,19 +300,27 @@ def _warn_of_unknown(model: Any, merging: list[Any]) -> None:
     said = current.job().said
     for metric in _leaves(model.metrics):
         name = f"{type(metric).__name__} `{metric.name}`"
-        in_python = _counts_in_python(metric)
-        if name in said or not (in_python or (metric not in merging and not _adds_up(metric))):
+        if name in said or current.team_of(model).rank > 0:
             continue
         said.add(name)
-        if current.team_of(model).rank > 0:
-            continue
-        if in_python:
+        if _counts_in_python(metric):
             log.warning(
                 f"The metric {name} counts in attributes of Python, which keras_hpc cannot merge: its value is the "
                 "mean of what each rank has of its own samples. Let it count in variables: "
                 '`self.total = self.add_variable((), "zeros")`.'
             )
-        else:
+            continue
+        answer = metric_states.ask(metric, _merged) if current.job().shares_samples else None
+        if answer is not None and not answer.agrees:
+            sizes = "" if answer.alike else " where their parts of a batch have other sizes"
+            log.warning(
+                f"The metric {name} does not say of the samples of all ranks what one rank says{sizes}: its state is "
+                "no sum over samples, as where it keeps a number of a whole batch, or counts batches. Let it add up "
+                "numbers of samples and count samples, or say how its state is merged, by the `aggregation` of "
+                "`add_variable` or a method `merge_state(self, metrics)`. Received: "
+                f"{answer.merged:.4g} for made-up samples, on one rank {answer.whole:.4g}"
+            )
+        elif answer is None and metric not in merging and not _adds_up(metric):
             log.warning(
                 f"The metric {name} keeps a state of its own, which keras_hpc adds up over the ranks. If its state is "
                 'no sum, its value is wrong. Say so: `add_variable(..., aggregation="sum")`, "mean" or '
