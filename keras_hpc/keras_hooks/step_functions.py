@@ -15,7 +15,7 @@ from keras_hpc.job import current, meter, trace
 from keras_hpc.keras_hooks import building, losses, running, step
 from keras_hpc.keras_hooks.gradients import early_start
 from keras_hpc.keras_hooks.state import replicas
-from keras_hpc.keras_hooks.trials import mixed_samples, own_steps
+from keras_hpc.keras_hooks.trials import mixed_samples, own_steps, test_steps
 from keras_hpc.keras_hooks.virtual import steps
 
 Method = Callable[..., Any]
@@ -90,7 +90,8 @@ def _first_step(model: Any, kind: str, function: Method) -> Method:
             building.build(owner, args[-1].element_spec, metrics=True)
         if kind == "train":
             replicas.mark_statistics_local(owner)  # they are equal before
-            args = own_steps.check(owner, args) if current.job().virtual is None else args
+        if current.job().virtual is None:
+            args = own_steps.check(owner, args) if kind == "train" else test_steps.check(owner, args)
         with trace.step(f"{owner.name} {kind}", backends.current().mark):
             results = function(*args)
         logs = results[0] if keras.backend.backend() == "jax" else results

@@ -10,15 +10,31 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_hpc.job import current, log
+
 UNKNOWN, MEAN, SUM, NEITHER = range(4)
 
 kinds: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of metrics
 
 
-def tell(metrics: Sequence[Any], found: Sequence[int]) -> None:
-    """Remember what the numbers of metrics are."""
+def tell(model: Any, method: str, metrics: Sequence[Any], found: Sequence[int]) -> None:
+    """Remember what the numbers of metrics are; rank 0 names those that nobody can merge.
+
+    Args:
+        model: whose metrics they are.
+        method: its step that was tried.
+        metrics: of `of_model`.
+        found: what each was found to get, the same on all ranks.
+    """
     for metric, kind in zip(metrics, found, strict=True):
         kinds[metric] = kind
+    mixed = [f"`{metric.name}`" for metric, kind in zip(metrics, found, strict=True) if kind == NEITHER]
+    if mixed and current.team_of(model).rank == 0:
+        log.warning(
+            f"`{type(model).__name__}.{method}()` gives metrics a number of the whole batch that is neither a mean "
+            "nor a sum over samples, as the root of a mean. Each rank has a part of the batch, so what they say is not "
+            f"what one rank says. Give them a number for each sample, or means. Received: {', '.join(mixed)}"
+        )
 
 
 def of_model(model: Any) -> list[Any]:

@@ -180,7 +180,8 @@ def _samples(metric: Any, batches: int, seed: int, scale: float) -> tuple[Any, A
         return keras.ops.convert_to_tensor(made, dtype=leaf.dtype)
 
     places = itertools.count()
-    return keras.tree.map_structure(make, _given[metric])
+    made: tuple[Any, Any] = keras.tree.map_structure(make, _given[metric])
+    return made
 
 
 def _joined(first: Any, second: Any) -> Any:

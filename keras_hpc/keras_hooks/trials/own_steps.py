@@ -12,21 +12,15 @@ clips their mean (see clipping.py).
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import itertools
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
 import numpy as np
 
-from keras_hpc import backends
 from keras_hpc.job import current, log
 from keras_hpc.keras_hooks import keras_private, running
-from keras_hpc.keras_hooks.gradients import clipping
-from keras_hpc.keras_hooks.state import normalization, seeds, variables
-from keras_hpc.keras_hooks.trials import made_up, metric_kinds, unchanged
+from keras_hpc.keras_hooks.state import normalization, variables
+from keras_hpc.keras_hooks.trials import made_up, metric_kinds, tries
+from keras_hpc.keras_hooks.trials.tries import Tries
 
 # Where a step draws random numbers, a mean over twice the samples is up to sqrt(2) times smaller, and so is a sum.
 _NOISY_SUM = 1.2, 3.0
@@ -34,9 +28,6 @@ _DRAWS, _MOST_DRAWS = 16, 512
 _SURE = 4  # standard errors between a ratio and the limits above, so that chance gives no verdict
 _LARGE = 2.0**16  # times the gradients of made-up samples, any limit is exceeded
 _FINE, _UNKNOWN, _NEITHER, _TOGETHER, _SUM = range(5)
-_PROJECTIONS = 3  # of gradients, in which those of two steps are compared
-_SMALLER = 0.5  # of what they were are numbers of the other samples
-_OTHERS = 2  # the seed of the other samples
 _SHOWN = 200  # characters of an error
 
 
@@ -77,14 +68,7 @@ def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     if is_keras_own(model) and has_keras_loss(model):
         return arguments
     state.step_was_tried = True
-    *rest, batches = arguments
-    if keras.backend.backend() == "tensorflow":
-        batch = batches.element_spec
-    elif keras.backend.backend() == "torch":
-        (batch,) = batches
-    else:
-        batch = next(batches)
-        batches = itertools.chain([batch], batches)
+    rest, batch, arguments = tries.look_at(arguments)
     told = metric_kinds.of_model(model)
     *verdict, kinds, why = _verdict(model, rest, batch)
     everyone = np.array([*verdict, *(kinds or [metric_kinds.UNKNOWN] * len(told))], np.float64)
@@ -92,21 +76,14 @@ def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     team.allreduce(everyone, op="max")
     _report(model, int(everyone[0]), everyone[1], why)
     found = everyone[3:].astype(int).tolist()
-    metric_kinds.tell(told, found)
-    mixed = [f"`{metric.name}`" for metric, kind in zip(told, found, strict=True) if kind == metric_kinds.NEITHER]
-    if mixed and team.rank == 0:
-        log.warning(
-            f"`{type(model).__name__}.train_step()` gives metrics a number of the whole batch that is neither a mean "
-            "nor a sum over samples, as the root of a mean. Each rank has a part of the batch, so what they say is not "
-            f"what one rank says. Give them a number for each sample, or means. Received: {', '.join(mixed)}"
-        )
+    metric_kinds.tell(model, "train_step", told, found)
     if everyone[2] and team.rank == 0:
         log.warning(
             f"`{type(model).__name__}.train_step()` limits gradients before the optimizer gets them: each rank its "
             "own, where one rank would limit their mean. For the numbers of one rank give the optimizer `clipnorm`, "
             "`global_clipnorm` or `clipvalue`, or take the mean first: gradients = keras_hpc.allreduce(gradients)"
         )
-    return (*rest, batches)
+    return arguments
 
 
 def _report(model: Any, verdict: int, ratio: float, why: str) -> None:
@@ -136,11 +113,11 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool,
         return _UNKNOWN, 0.0, False, [], ""
     try:
         samples = made_up.batch(batch)
-        with seeds.kept(), _restored(model):
-            twin = _twin(model)
-            trials = _Tries(model, rest, twin), _Tries(model, rest, None)
+        with tries.unchanged_model(model):
+            twin = tries.twin_step(model)
+            trials = Tries(model, rest, twin), Tries(model, rest, None)
             first = _DRAWS if variables.seed_generators(model) else 2
-            given = samples, _joined(samples, samples)
+            given = samples, tries.joined(samples, samples)
             one_of_two, alone = (trial.norms(data, first) for trial, data in zip(trials, given, strict=True))
             noisy = bool((one_of_two != one_of_two[0]).any())  # also where no layer draws the random numbers
             while noisy and len(alone) < _MOST_DRAWS and (len(alone) < _DRAWS or not _sure(one_of_two, alone)):
@@ -156,11 +133,11 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool,
             if can_be_cut:
                 adds_up, of_parts = _adds_up(model, *trials, samples, batch)
                 kinds = [
-                    metric_kinds.checked(metric, kind, of_parts, _tolerance(model))
+                    metric_kinds.checked(metric, kind, of_parts, tries.tolerance(model))
                     for metric, kind in zip(metrics, kinds, strict=True)
                 ]
             if not is_keras_own(model):
-                large = _Tries(model, rest, twin, _LARGE), _Tries(model, rest, None, _LARGE)
+                large = Tries(model, rest, twin, _LARGE), Tries(model, rest, None, _LARGE)
                 limits = _are_limited(large[1].norms(given[1], len(alone)) / _LARGE, alone)
                 # Those of each sample that are limited by themselves have a mean like any other.
                 limits = limits and not (adds_up and _adds_up(model, *large, samples, batch)[0])
@@ -199,187 +176,22 @@ def _sure(one_of_two: np.ndarray, alone: np.ndarray) -> bool:
     return bool(((distance > _SURE * error) | ~np.isfinite(error)).all())
 
 
-def _twin(model: Any) -> running.Step:
-    return running.Step(model, "trial", in_lockstep=True, count=made_up.ROWS, twin=True)
-
-
-@contextlib.contextmanager
-def _restored(model: Any) -> Iterator[None]:
-    """Context after which a model's variables, and numbers and tensors among its attributes, are as they were.
-
-    So are those of its layers, and the numbers of its optimizers, as a learning rate that a step lowers; all else there
-    only `apply` moves.
-    """
-    kept = (variable for optimizer in variables.optimizers_of(model) for variable in optimizer.variables)
-    of_optimizers = [variable for variable in kept if len(variable.shape) == 0]
-    held = variables.unique([*model.variables, *model.metrics_variables, *of_optimizers, *variables.buffers(model)])
-    if keras.backend.backend() == "jax":  # which hands values on, and changes none
-        held = []
-    values = [np.array(backends.current().view(variable)) for variable in held]
-    try:
-        with unchanged.attributes(model._flatten_layers()):  # a step may count
-            yield
-    finally:
-        for variable, value in zip(held, values, strict=True):
-            backends.current().assign(variable, value)
-
-
-def _can_be_cut(model: Any, alone: _Tries) -> bool:
+def _can_be_cut(model: Any, alone: Tries) -> bool:
     """Return whether parts of a batch say what ranks do: not where a step asks all ranks, or normalizes batches."""
     return not alone.communicates and not any(map(normalization.is_normalization, model._flatten_layers()))
 
 
-def _adds_up(model: Any, rank: _Tries, alone: _Tries, samples: Any, batch: Any) -> tuple[bool, list[dict[int, Any]]]:
+def _adds_up(model: Any, rank: Tries, alone: Tries, samples: Any, batch: Any) -> tuple[bool, list[dict[int, Any]]]:
     """Return whether the gradients of two parts of a batch have those of the batch as their mean.
 
     And by how much variables of metrics have moved for each part, and for both together.
     """
-    # The twin divides by as large a sum of weights or of a mask as this rank.
-    alike = rank.step is not None and rank.step.uses["divisors"] > 0
-
-    def other(mine: Any, numbers: Any) -> Any:
-        numbers = mine if alike and mine.dtype.kind != "f" else numbers
-        return numbers * numbers.dtype.type(_SMALLER) if numbers.dtype.kind == "f" else numbers
-
-    others = made_up.batch(batch, _OTHERS)
-    others = keras.tree.map_structure(lambda x, y: None if x is None else other(x, y), samples, others)
-    if isinstance(others, (list, tuple)) and len(others) == 3:
-        same: Any = type(others)  # PyTorch's trees tell lists from tuples
-        others = same([*others[:2], samples[2]])  # weights of samples
+    others = tries.other_samples(rank, samples, batch)
     halves, moved = [], []
     for part in (samples, others):
         halves.append(rank.projections(part))
         moved.append(rank.last)
-    whole = alone.projections(_joined(samples, others))
+    whole = alone.projections(tries.joined(samples, others))
     moved.append(alone.last)
-    limits = _tolerance(model) * np.abs([*halves, whole]).max(axis=(0, 2), initial=0)
+    limits = tries.tolerance(model) * np.abs([*halves, whole]).max(axis=(0, 2), initial=0)
     return not (np.abs(sum(halves) / 2 - whole).max(axis=1, initial=0) > limits).any(), moved
-
-
-def _tolerance(model: Any) -> float:
-    return made_up.tolerance_of(layer.compute_dtype for layer in model._flatten_layers())
-
-
-def _joined(samples: Any, others: Any) -> Any:
-    return keras.tree.map_structure(lambda x, y: np.concatenate([x, y]) if np.ndim(x) else x, samples, others)
-
-
-class _Tries:
-    """Tries a step on samples, as often as wanted, and looks at the gradients that each `apply` would get.
-
-    Args:
-        model: whose step it is.
-        rest: on JAX the state, in a list.
-        step: the step of a rank that it is; None: of one rank alone.
-        factor: what gradients are multiplied with.
-    """
-
-    def __init__(self, model: Any, rest: list[Any], step: running.Step | None, factor: float = 1.0) -> None:
-        self.model, self.rest, self.step, self.factor = model, rest, step, factor
-        self.communicates = False
-        self.moved: dict[int, Any] = {}  # by how much variables of metrics have moved so far, by their `id`
-        self.last: dict[int, Any] = {}  # the same, in the last try
-        self.program: Callable[..., Any] = self._run
-        if keras.backend.backend() == "tensorflow" and not model.run_eagerly:
-            import tensorflow as tf
-
-            # A partial of its own: TensorFlow counts traces by code, and would tell users that theirs are too many.
-            self.program = tf.function(functools.partial(self._run))
-        elif keras.backend.backend() == "jax":
-            import jax
-
-            self.program = jax.jit(self._run)
-
-    def norms(self, samples: Any, draws: int) -> np.ndarray:
-        """Return, for each draw, the norm of the gradients of each `apply`."""
-        return np.array([self._try(samples)[0] for _ in range(draws)])
-
-    def projections(self, samples: Any) -> np.ndarray:
-        """Return some projections of the gradients of each `apply`."""
-        return np.array(self._try(samples)[1]).reshape(-1, _PROJECTIONS)
-
-    def _try(self, samples: Any) -> tuple[list[float], list[list[float]]]:
-        data = keras.tree.map_structure(lambda x: None if x is None else keras.ops.convert_to_tensor(x), samples)
-        found, self.rest, moved = _from_the_same_state(self.model, self.program, self.rest, data)
-        self.last = dict(zip(map(id, self.model.metrics_variables), moved, strict=True))
-        for key, difference in self.last.items():
-            self.moved[key] = self.moved.get(key, 0) + difference
-        if keras.backend.backend() == "torch":
-            self.model.zero_grad()
-        norms, projections = keras.tree.map_structure(lambda x: float(backends.current().to_numpy(x)), found)
-        return norms, projections
-
-    def _run(self, *arguments: Any) -> tuple[Any, list[Any]]:
-        variables = self.model.trainable_variables if len(arguments) == 1 else arguments[0][0]
-        with (
-            current.unhooked(),
-            running.running_step(self.step),
-            running.trying(self.factor) as trial,
-            clipping.multiplied(variables),
-        ):
-            results = self.model.train_step(*arguments)
-        state = [results[1]] if keras.backend.backend() == "jax" else []  # with it the seeds of the next draw
-        self.communicates = trial.communicates
-        if self.factor != 1.0 and trial.takes_means:  # it may limit them
-            return ([], []), state
-        return (
-            [_norm(values) for values in trial.gradients],
-            [_projected(values) for values in trial.gradients],
-        ), state
-
-
-def _from_the_same_state(
-    model: Any, program: Callable[..., Any], rest: list[Any], data: Any
-) -> tuple[Any, list[Any], list[np.ndarray]]:
-    """Run a trial. The next one begins as this one did, but for the seeds: layers may compute with what they count.
-
-    Returns:
-        What the trial has found, with what the next one begins, and by how much variables of metrics have moved.
-    """
-    seeds_of = {id(generator.state) for generator in variables.seed_generators(model)}
-    backend = backends.current()
-    if keras.backend.backend() == "jax":
-        norms, ((trainable, others, optimizer, metrics),) = program(*rest, data)
-        known = zip(model.non_trainable_variables, others, rest[0][1], strict=True)
-        others = [new if id(variable) in seeds_of else old for variable, new, old in known]
-        moved = [_difference(new, old) for new, old in zip(metrics, rest[0][3], strict=True)]
-        return norms, [(trainable, others, optimizer, rest[0][3])], moved
-    held = [v for v in (*model.non_trainable_variables, *model.metrics_variables) if id(v) not in seeds_of]
-    values = [backend.to_numpy(variable) for variable in held]
-    norms, rest = program(*rest, data)
-    before = {id(variable): value for variable, value in zip(held, values, strict=True)}
-    moved = [_difference(variable, before[id(variable)]) for variable in model.metrics_variables]
-    for variable, value in zip(held, values, strict=True):
-        backend.assign(variable, value)
-    return norms, rest, moved
-
-
-def _difference(new: Any, old: Any) -> np.ndarray:
-    values = [np.array(backends.current().to_numpy(value), np.float64) for value in (new, old)]
-    return np.asarray(values[0] - values[1])
-
-
-def _norm(gradients: list[Any]) -> Any:
-    values = [_dense(gradient) for gradient in gradients if gradient is not None]
-    squares = [keras.ops.sum(keras.ops.square(keras.ops.cast(value, "float32"))) for value in values]
-    return keras.ops.sqrt(sum(squares, start=keras.ops.zeros(())))
-
-
-def _projected(gradients: list[Any]) -> list[Any]:
-    """Return sums of gradients times numbers that look like chance and are the same in every step."""
-    sums = [keras.ops.zeros(()) for _ in range(_PROJECTIONS)]
-    for gradient in gradients:
-        if gradient is not None:
-            flat = keras.ops.reshape(keras.ops.cast(_dense(gradient), "float32"), (-1,))
-            places = keras.ops.cast(keras.ops.arange(1, keras.ops.size(flat) + 1), "float32")
-            sums = [total + keras.ops.sum(flat * keras.ops.sin(k * places)) for k, total in enumerate(sums, 1)]
-    return sums
-
-
-def _dense(gradient: Any) -> Any:
-    """Return a gradient as a tensor: rows of an embedding come as often as they were used, and are added up."""
-    if hasattr(gradient, "dense_shape"):
-        import tensorflow as tf
-
-        return tf.convert_to_tensor(gradient)
-    return keras.ops.convert_to_tensor(gradient)
