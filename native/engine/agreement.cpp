@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <numeric>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -75,12 +76,18 @@ void Team::explain(const std::string& text, const PlanMismatch& disagreement) {
   if (std::all_of(lists.begin(), lists.end(), [&](const auto& list) { return list == lists[0]; })) throw disagreement;
 
   std::map<std::string, std::vector<int>> ranks_of;
+  std::set<std::string> calls;  // whose names end before a colon
   for (size_t rank = 0; rank < lists.size(); ++rank) {
     const auto& list = lists[rank];
-    ranks_of["'" + (list[0].empty() && list.size() > 1 ? list[1] : list[0]) + "'"].push_back(static_cast<int>(rank));
+    const std::string& what = list[0].empty() && list.size() > 1 ? list[1] : list[0];
+    ranks_of["'" + what + "'"].push_back(static_cast<int>(rank));
+    calls.insert(what.substr(0, what.find(':')));
   }
   if (ranks_of.size() > 1 || lists[0][0].empty())
-    throw PlanMismatch("Ranks disagree on what to communicate: " + who_has_what(ranks_of) + ".");
+    throw PlanMismatch("Ranks disagree on what to communicate: " + who_has_what(ranks_of) + "." +
+                       (calls.size() == 1 ? ""
+                                          : " Every rank must make the same calls, in the same order; what a rank does "
+                                            "by itself goes inside keras_hpc.local()."));
   for (size_t i = 1;; ++i) {
     ranks_of.clear();
     for (size_t rank = 0; rank < lists.size(); ++rank)

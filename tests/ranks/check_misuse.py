@@ -98,6 +98,20 @@ def test_arrays_that_differ():
     assert np.all(keras_hpc.allreduce(np.ones(2, "float32"), op="sum") == keras_hpc.size())
 
 
+def test_a_call_of_one_rank_alone_is_an_error_that_says_where_it_goes():
+    if keras_hpc.size() == 1:
+        return
+    model = _model(2, "float32")
+    x = np.ones((8, 3), "float32")
+    call = keras_hpc.barrier if keras_hpc.rank() else lambda: model.predict(x, verbose=0)
+    with pytest.raises(keras_hpc.PlanMismatchError, match=r"inside keras_hpc\.local\(\)"):
+        call()
+    if keras_hpc.rank() == 0:
+        with keras_hpc.local():
+            assert model.predict(x, verbose=0).shape == (8, 2)
+    keras_hpc.barrier()
+
+
 def test_an_exception_of_one_rank_ends_the_same_fit_on_all():
     """A script catches it, as a search of hyperparameters does, and trains its next models."""
 
