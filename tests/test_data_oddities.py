@@ -5,6 +5,7 @@ import sys
 import tarfile
 
 import h5py
+import ml_dtypes
 import numpy as np
 import pytest
 import zarr
@@ -61,6 +62,17 @@ def test_other_orders_of_bytes(tmp_path):
     batch = Dataset(tmp_path / "x.npy", 8, shuffle=False)[0]  # PyTorch and JAX take no other
     assert batch.dtype == np.dtype("float32")
     np.testing.assert_array_equal(batch, X[:8])
+
+
+def test_values_that_are_no_numbers_need_decode(tmp_path):
+    values = X.astype(ml_dtypes.bfloat16)
+    np.save(tmp_path / "x.npy", values)
+    with pytest.raises(ValueError, match=r"'array' in .*x\.npy are no numbers.*\|V2"):
+        Dataset(tmp_path / "x.npy", 8)
+    decoded = Dataset(
+        tmp_path / "x.npy", 8, shuffle=False, decode=lambda found: found["array"].view(ml_dtypes.bfloat16)
+    )
+    np.testing.assert_array_equal(decoded[0], values[:8])
 
 
 def write_members(path, members):

@@ -90,6 +90,13 @@ class Dataset(keras.utils.PyDataset):  # type: ignore[misc]
                 f"Records need `decode`, a function that makes a batch of a list of them. Received: {self.store.path} "
                 "without it"
             )
+        raw = [name for name, (_, dtype) in self.store.spec.items() if dtype.lstrip("|<>=").startswith("V")]
+        if raw and decode is None:
+            raise ValueError(
+                f"Values of {raw[0]!r} in {self.store.path} are no numbers, but bytes or fields of their own. Expected "
+                "numbers, or `decode`, which makes them: NumPy saves bfloat16 so, and `.view(ml_dtypes.bfloat16)` is "
+                f"what it was. Received: dtype {self.store.spec[raw[0]][1]}"
+            )
         self.batch_size, self.decode = batch_size, decode
         self._order = Order(stop - self.first, shuffle, block or self.store.block, mixed, seed, epoch=0)
         self._has_ended = False
