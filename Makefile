@@ -42,7 +42,7 @@ soak: $(VENV)/stamp-test $(VENV)/stamp-docs $(VENV)/stamp-wheels  ## the tests t
 test-oldest:  ## the tests with the oldest Keras, TensorFlow and JAX that are supported, in .venv-oldest
 	PIP_CONSTRAINT=$(CURDIR)/tests/oldest.txt $(MAKE) test VENV=.venv-oldest
 
-gan3d: $(VENV)/stamp-demo  ## train the 3DGAN on 1 rank and on 2, several seeds; about 20 minutes; report in results/gan3d
+gan3d: $(VENV)/stamp-demo  ## train the 3DGAN on 1 rank and on 2, several seeds; 20 to 50 minutes; report in results/gan3d
 	$(BIN)/python -m examples.gan3d.study
 
 largebatch: $(VENV)/stamp-demo  ## train with batches of 64 to 4,096 by SGD and by LARS, three seeds; table and picture in examples/largebatch
