@@ -6,8 +6,8 @@ part n_r / sum(n_r) of a step; a sum over samples counts whole. A `keras.metrics
 and of means each rank adds its part.
 
 Which it is, nobody says. A function that is given as a metric is asked (pair_losses.py). With `init(batch="global")` a
-`train_step` of the user's own is tried (own_steps.py), and what its metrics have counted says it (metric_kinds.py).
-Else numbers in a `Mean` are taken as means, and those in a `Sum` as sums.
+`train_step` or `test_step` of the user's own is tried (own_steps.py, test_steps.py), and what its metrics have counted
+says it (metric_kinds.py). Else numbers in a `Mean` are taken as means, and those in a `Sum` as sums.
 
 The loss of each of several outputs is logged as a mean over samples, or, where TensorFlow does not know the batch size
 when it traces, over steps; then each rank adds its part of a step, too.

@@ -9,9 +9,11 @@ them must be the same.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ from keras_hpc.keras_hooks.trials import made_up, unchanged
 _SECOND = 0.2, 8.0  # what numbers of the second rank are multiplied with, so that ranks have values of their own
 _PARTS = (1, 1), (2, 1)  # how many made-up batches each rank has
 
+_LARGEST = 4 << 20  # values of a sample that are made up
 _ROUNDING = 1e-5  # of numbers that are nearly 0, where others have cancelled out
 
 # What `update_state` of a metric was called with first: shapes and dtypes instead of tensors.
@@ -66,7 +69,8 @@ def install(patcher: Any) -> None:
         @functools.wraps(original)
         def update_state(self: Any, *args: Any, **kwargs: Any) -> Any:
             if current.active() and self not in _given:
-                _given[self] = keras.tree.map_structure(_spec, (args, kwargs))
+                with contextlib.suppress(TypeError, ValueError):  # what has no shape or dtype of Keras is not tried
+                    _given[self] = keras.tree.map_structure(_spec, (args, kwargs))
             return original(self, *args, **kwargs)
 
         return update_state
@@ -167,9 +171,12 @@ def _result(metric: Any, values: Sequence[Any]) -> list[float]:
 
 def _samples(metric: Any, batches: int, seed: int, scale: float) -> tuple[Any, Any]:
     """Return what a metric may be given, for some made-up batches."""
-    lengths = {leaf.shape[:1] for leaf in keras.tree.flatten(_given[metric]) if isinstance(leaf, _Spec)}
+    specs = [leaf for leaf in keras.tree.flatten(_given[metric]) if isinstance(leaf, _Spec)]
+    lengths = {spec.shape[:1] for spec in specs}
     if not lengths or () in lengths or len(lengths - {(None,)}) > 1:
         raise _UnknownError  # numbers, or not as many of each
+    if sum(math.prod(length or 1 for length in spec.shape[1:]) for spec in specs) > _LARGEST:
+        raise _UnknownError
 
     def make(leaf: Any) -> Any:
         if not isinstance(leaf, _Spec):
