@@ -294,7 +294,9 @@ EXPORT int ncclCommInitRank(void** handle, int size, Id id, int rank) {
   const int now = epoch;
   while (comm->shared->joined < size) {
     nap();
-    if (epoch != now) return kSystemError;
+    if (epoch == now) continue;
+    shm_unlink(id.name);  // also where some rank never comes
+    return kSystemError;
   }
   shm_unlink(id.name);
   const char* may_share = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
