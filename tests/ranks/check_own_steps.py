@@ -183,9 +183,11 @@ def test_a_step_with_a_vector_of_losses_and_an_embedding():
 class OwnLoss(keras.Model):
     """A model with a loss of its own and the step of Keras."""
 
-    def __init__(self, loss):
-        inputs = keras.Input((4,))
-        super().__init__(inputs, dense()(inputs))
+    def __init__(self, loss, network=None):
+        network = network or dense()
+        inputs = [keras.Input(x.shape[1:]) for x in network.inputs]
+        inputs = inputs if len(inputs) > 1 else inputs[0]
+        super().__init__(inputs, network(inputs))
         self.own_loss = loss
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
@@ -246,6 +248,21 @@ def test_a_step_of_a_whole_batch_is_refused(loss, whose):
     y = (Y > 0).astype("int32") if loss is masked_by_hand else Y
     with pytest.raises(ValueError, match="not the mean of those of its halves") if job().size > 1 else nullcontext():
         model.fit(X, y, batch_size=BATCH, verbose=0)
+
+
+@enough_on("torch")
+def test_a_step_that_compares_means_of_two_inputs_is_refused():
+    """Which is 0 where made-up samples are alike."""
+    one, other = keras.Input((4,)), keras.Input((4,))
+    network = dense()
+
+    def apart(y, p):
+        return ops.mean(ops.square(p[:, :1])) + ops.sum(ops.square(ops.mean(p[:, :1] - p[:, 1:], axis=0)))
+
+    model = OwnLoss(apart, keras.Model([one, other], ops.concatenate([network(one), network(other)], axis=1)))
+    model.compile(keras.optimizers.SGD(1e-3))
+    with pytest.raises(ValueError, match="not the mean of those of its halves") if job().size > 1 else nullcontext():
+        model.fit([X, 0.5 * X], Y, batch_size=BATCH, verbose=0)
 
 
 @enough_on("torch")
