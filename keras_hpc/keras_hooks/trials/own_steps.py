@@ -26,7 +26,7 @@ from keras_hpc.job import current, log
 from keras_hpc.keras_hooks import keras_private, running
 from keras_hpc.keras_hooks.gradients import clipping
 from keras_hpc.keras_hooks.state import normalization, seeds, variables
-from keras_hpc.keras_hooks.trials import made_up, metric_kinds, unchanged
+from keras_hpc.keras_hooks.trials import calm, made_up, metric_kinds, unchanged
 
 # Where a step draws random numbers, a mean over twice the samples is up to sqrt(2) times smaller, and so is a sum.
 _NOISY_SUM = 1.2, 3.0
@@ -151,14 +151,19 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool,
             moved = trials[0].moved, trials[1].moved
             metrics = metric_kinds.of_model(model)
             kinds = [metric_kinds.kind_of(metric, *moved) for metric in metrics]
-            can_be_cut = not noisy and _can_be_cut(model, trials[1])
-            adds_up = limits = False
-            if can_be_cut:
-                adds_up, of_parts = _adds_up(model, *trials, samples, batch)
-                kinds = [
-                    metric_kinds.checked(metric, kind, of_parts, _tolerance(model))
-                    for metric, kind in zip(metrics, kinds, strict=True)
-                ]
+            adds_up = can_be_cut = limits = False
+            needs_calm = noisy or any(map(normalization.is_normalization, model._flatten_layers()))
+            with calm.layers() if needs_calm else contextlib.nullcontext():
+                cut = (_Tries(model, rest, twin), _Tries(model, rest, None)) if needs_calm else trials
+                if not needs_calm or (_is_same(cut[0], samples) and _is_same(cut[1], given[1])):
+                    # Parts of a batch say what ranks do, but not where a step asks all ranks.
+                    can_be_cut = not cut[1].communicates
+                if can_be_cut:
+                    adds_up, of_parts = _adds_up(model, *cut, samples, batch)
+                    kinds = [
+                        metric_kinds.checked(metric, kind, of_parts, _tolerance(model))
+                        for metric, kind in zip(metrics, kinds, strict=True)
+                    ]
             if not is_keras_own(model):
                 large = _Tries(model, rest, twin, _LARGE), _Tries(model, rest, None, _LARGE)
                 limits = _are_limited(large[1].norms(given[1], len(alone)) / _LARGE, alone)
@@ -224,9 +229,10 @@ def _restored(model: Any) -> Iterator[None]:
             backends.current().assign(variable, value)
 
 
-def _can_be_cut(model: Any, alone: _Tries) -> bool:
-    """Return whether parts of a batch say what ranks do: not where a step asks all ranks, or normalizes batches."""
-    return not alone.communicates and not any(map(normalization.is_normalization, model._flatten_layers()))
+def _is_same(trial: _Tries, samples: Any) -> bool:
+    """Return whether a step gives the same once more."""
+    one, other = trial.norms(samples, 2)
+    return bool((one == other).all())
 
 
 def _adds_up(model: Any, rank: _Tries, alone: _Tries, samples: Any, batch: Any) -> tuple[bool, list[dict[int, Any]]]:
