@@ -19,7 +19,7 @@ from jax._src import (
 )
 from jax.interpreters import mlir
 
-from keras_hpc.backends import jax_chain, jax_compiling, jax_exchange, jax_ordered, library_path
+from keras_hpc.backends import jax_chain, jax_compiling, jax_exchange, jax_ordered, jax_refusals, library_path
 from keras_hpc.backends import jax_pieces as pieces  # noqa: F401 (others use it)
 from keras_hpc.backends.jax_chain import begin_update as begin_update
 from keras_hpc.backends.jax_device import number_of_gpu
@@ -363,7 +363,7 @@ def _call(
 
 # XLA is told of side effects, so it neither removes a call nor merges two. JAX is not: it would run each program that
 # has them through Python, tens of microseconds per gradient.
-_handler_p = jax.extend.core.Primitive("keras_hpc_handler")
+_handler_p = jax_refusals.refusing(jax.extend.core.Primitive("keras_hpc_handler"))
 _handler_p.multiple_results = True
 _handler_p.def_impl(functools.partial(dispatch.apply_primitive, _handler_p))
 _handler_p.def_abstract_eval(

@@ -48,6 +48,7 @@ def install(job: Any, patcher: Any) -> None:
             dtype: Any = None,
         ) -> Any:
             loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+            asked.reduced = True
             step, share = running.step(), part_losses.share_of_loss(values, reduction)
             if not exchanges(step):
                 if share is None:
@@ -59,13 +60,13 @@ def install(job: Any, patcher: Any) -> None:
                     )
                 return loss * share
             is_number = len(getattr(values, "shape", ())) == 0  # a function may return a plain number
-            if is_number and _asked.loss is None:
+            if is_number and asked.loss is None:
                 return loss
-            if is_number or (_asked.loss is not None and pair_losses.is_of_batch(*_asked.loss)):
-                pair_losses.check_number(*_asked.loss)
-                return _scaled_if_sum(step, loss, loss if is_number else keras.ops.mean(values), *_asked.loss)
-            if _asked.loss is not None:
-                pair_losses.check(*_asked.loss)
+            if is_number or (asked.loss is not None and pair_losses.is_of_batch(*asked.loss)):
+                pair_losses.check_number(*asked.loss)
+                return scaled_if_sum(step, loss, loss if is_number else keras.ops.mean(values), *asked.loss)
+            if asked.loss is not None:
+                pair_losses.check(*asked.loss)
             divisor = _divisor(loss.dtype, sample_weight, mask, reduction)
             if divisor is None:
                 return loss if share is None else loss * share
@@ -79,11 +80,11 @@ def install(job: Any, patcher: Any) -> None:
     def remember(original: Any) -> Any:
         @functools.wraps(original)
         def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-            before, _asked.loss = _asked.loss, (self, y_true, y_pred) if job.shares_samples else None
+            before, asked.loss = asked.loss, (self, y_true, y_pred) if job.shares_samples else None
             try:
                 return original(self, y_true, y_pred, sample_weight=sample_weight)
             finally:
-                _asked.loss = before
+                asked.loss = before
 
         return __call__
 
@@ -149,23 +150,27 @@ def meet(step: running.Step) -> None:
 
 class _Asked(threading.local):
     loss: Any = None  # the loss that is being computed, with its arguments; None: nobody needs to know
+    reduced: bool = False  # Keras has reduced a loss since this was false (`loss_calls`)
 
 
-_asked = _Asked()
+asked = _Asked()
 
 
-def _scaled_if_sum(step: running.Step, value: Any, mean: Any, loss: Any, y_true: Any, y_pred: Any) -> Any:
+def scaled_if_sum(step: running.Step, value: Any, mean: Any, loss: Any, *given: Any, function: Any = None) -> Any:
     """Return the loss of a batch, multiplied so that sums of several ranks add up if it is a sum over samples.
 
-    `mean`: of the numbers that the loss has given, or its only one.
+    `mean`: of the numbers that the loss has given, or its only one. `given`: its targets and predictions.
+    `function`: what the loss computes of them as they are, where it is not its `call`.
     """
+    dtype = loss.dtype if function is None else None
     twice = keras.tree.map_structure(
-        lambda x: keras.ops.concatenate([keras.ops.convert_to_tensor(x, dtype=loss.dtype)] * 2), (y_true, y_pred)
+        lambda x: keras.ops.concatenate([keras.ops.convert_to_tensor(x, dtype=dtype)] * 2), given
     )
     with unchanged.loss(loss):
-        asked = keras.ops.stop_gradient(keras.ops.mean(keras.ops.cast(loss.call(*twice), value.dtype)))
+        found = (function or loss.call)(*twice)
+        doubled = keras.ops.stop_gradient(keras.ops.mean(keras.ops.cast(found, value.dtype)))
     own = keras.ops.stop_gradient(keras.ops.cast(mean, value.dtype))
-    ratio = keras.ops.where(own == 0, 1.0, asked / keras.ops.where(own == 0, 1.0, own))
+    ratio = keras.ops.where(own == 0, 1.0, doubled / keras.ops.where(own == 0, 1.0, own))
     ratio = keras.ops.where(keras.ops.cast(step.count, "float32") > 0, ratio, 1.0)
     backends.current().check_when_run(functools.partial(_check_ratio, f"The loss `{loss.name}`"), ratio)
     return value * keras.ops.where(ratio > 1.5, keras.ops.cast(_share(step, 1.0), value.dtype), 1.0)

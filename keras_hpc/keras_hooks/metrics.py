@@ -200,7 +200,7 @@ def reduce_metrics(model: Any, team: Any, extra: list[float]) -> np.ndarray:
         if team.rank not in counting or (variable.aggregation == "only_first_replica" and team.rank > 0):
             part[:] = 0
     buffer = np.concatenate([*values_of, np.asarray(extra, np.float64)])
-    team.allreduce(buffer, op="sum")
+    team.allreduce(buffer, op="sum", what="states of metrics")
     start = 0
     for variable, array in zip(variables, arrays, strict=True):
         value = buffer[start : start + array.size].reshape(array.shape)

@@ -25,5 +25,5 @@ def is_time_to_agree(call: running.Call, batch: int) -> bool:
 def agree(call: running.Call) -> None:
     """Let training end on all ranks if it does on one. Collective."""
     stop = np.array([bool(call.model.stop_training) or call.wants_to_stop], np.int64)
-    current.team_of(call.model).allreduce(stop, op="max")
+    current.team_of(call.model).allreduce(stop, op="max", what="whether training ends")
     call.model.stop_training = bool(stop[0])

@@ -124,6 +124,35 @@ def test_a_loss_that_is_a_plain_number():
     compare(make)
 
 
+class Called(keras.losses.Loss):
+    """Says itself how it is called, as the contrastive loss of Keras' examples does."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        assert str(y_true.dtype).endswith("int32")  # as in a call of Keras
+        targets = ops.cast(y_true, y_pred.dtype)
+        if self.kind == "contrastive":
+            return ops.mean(contrastive(targets, y_pred))
+        errors = ops.square(targets - y_pred) * (1.0 if sample_weight is None else sample_weight[:, None])
+        return ops.mean(errors) if self.kind == "mean" else ops.sum(errors)
+
+
+@pytest.mark.parametrize("weighs", [False, *enough([True], "torch")])
+@pytest.mark.parametrize("kind", ["contrastive", *enough(["mean", "sum"], "torch")])
+def test_a_loss_with_a_call_of_its_own(kind, weighs):
+    def make():
+        model = dense()
+        model.compile(keras.optimizers.SGD(1e-3), Called(kind))
+        return model
+
+    refused = kind == "contrastive" and job().size > 1
+    with pytest.raises(ValueError, match="neither a mean nor a sum") if refused else nullcontext():
+        compare(make, y=(3 * Y).astype("int32"), sample_weight=abs(X[:, 0]) if weighs else None)
+
+
 class Remembers(keras.losses.Loss):
     """Returns one number for a batch, and counts how often."""
 

@@ -3,8 +3,8 @@
 
 import keras
 import pytest
-from keras_cases import enough_on, everyone, job
-from regression import SAMPLES, X, Y, compare, dense
+from keras_cases import enough_on, everyone, job, on_one_rank
+from regression import BATCH, SAMPLES, X, Y, compare, dense
 
 import keras_hpc
 
@@ -276,3 +276,59 @@ def test_a_metric_of_a_test_step_of_ones_own_is_named(caplog):
     with caplog.at_level("WARNING", "keras_hpc"):
         model.evaluate(X, Y, verbose=0)
     assert ("The metric Discrepancy" in caplog.text) == (job().rank == 0 and job().size > 1)
+
+
+class OwnTest(keras.Model):
+    """Gives the metrics of its `test_step` alone numbers of a batch: a mean, a sum, a mean to add up, and a root."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = keras.layers.Dense(2)
+        self.square, self.root = keras.metrics.Mean("square"), keras.metrics.Mean("root")
+        self.sum, self.squares = keras.metrics.Mean("sum"), keras.metrics.Sum("squares")
+
+    def call(self, x):
+        return self.layer(x)
+
+    def numbers(self, y, predicted):
+        square = ops.mean(ops.square(y - predicted))
+        given = {"square": square, "sum": ops.sum(abs(y)), "squares": square, "root": ops.sqrt(square)}
+        return [(getattr(self, name), number) for name, number in given.items()]
+
+    def test_step(self, *arguments):
+        x, y = arguments[-1]
+        if keras.backend.backend() != "jax":
+            for metric, number in self.numbers(y, self(x)):
+                metric.update_state(number)
+            return {metric.name: metric.result() for metric in self.metrics}
+        trainable, fixed, metrics = arguments[0]
+        numbers = {
+            id(metric): number for metric, number in self.numbers(y, self.stateless_call(trainable, fixed, x)[0])
+        }
+        logs, moved, left = {}, [], list(metrics)
+        for metric in self.metrics:
+            own = [left.pop(0) for _ in metric.variables]
+            if id(metric) in numbers:
+                own = metric.stateless_update_state(own, numbers[id(metric)])
+                logs[metric.name] = metric.stateless_result(own)
+            moved += own
+        return logs, (trainable, fixed, moved)
+
+
+@enough_on("torch", "jax")
+def test_metrics_of_a_test_step_are_exact_or_named(caplog):
+    def evaluated():
+        keras.utils.set_random_seed(5)
+        model = OwnTest()
+        model(X[:1])
+        model.compile()
+        return model.evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True)
+
+    alone = on_one_rank(evaluated)
+    with caplog.at_level("WARNING", "keras_hpc"):
+        logs = evaluated()
+    for name in ("square", "sum", "squares"):
+        assert logs[name] == pytest.approx(alone[name], rel=1e-5)
+        assert f"`{name}`" not in caplog.text
+    assert ("`OwnTest.test_step()`" in caplog.text) == (job().rank == 0 and job().size > 1)
+    assert ("Received: `root`" in caplog.text) == (job().rank == 0 and job().size > 1)

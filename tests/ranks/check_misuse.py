@@ -112,6 +112,40 @@ def test_a_call_of_one_rank_alone_is_an_error_that_says_where_it_goes():
     keras_hpc.barrier()
 
 
+def test_updates_in_vmap_and_their_derivatives_are_refused():
+    if keras.backend.backend() != "jax" or keras_hpc.size() == 1:
+        return
+    import jax
+
+    weights = [np.ones(2, "float32")]
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build([keras.Variable(weights[0])])
+    state = [v.value for v in optimizer.variables]
+
+    def updated(weights):
+        return optimizer.stateless_apply(state, weights, weights)[0]
+
+    with pytest.raises(NotImplementedError, match=r"inside of jax\.vmap"):
+        jax.vmap(updated)([np.ones((3, 2), "float32")])
+    with pytest.raises(NotImplementedError, match="update by hand"):
+        jax.grad(lambda weights: updated(weights)[0].sum())(weights)
+
+
+def test_optimizers_and_metrics_that_differ_are_named():
+    if keras_hpc.size() == 1:
+        return
+    odd = keras_hpc.rank() == 1
+    x = np.ones((8, 3), "float32")
+    model = _model()
+    model.compile("sgd" if odd else "adam", "mse")
+    with pytest.raises(keras_hpc.PlanMismatchError, match=r"or their optimizers.*and no variable on 1"):
+        model.fit(x, x[:, :2], verbose=0)
+    model = _model()
+    model.compile("sgd", "mse", metrics=["mae"] if odd else [])
+    with pytest.raises(keras_hpc.PlanMismatchError, match="states of metrics"):
+        model.fit(x, x[:, :2], verbose=0)
+
+
 def test_an_exception_of_one_rank_ends_the_same_fit_on_all():
     """A script catches it, as a search of hyperparameters does, and trains its next models."""
 

@@ -124,62 +124,6 @@ def test_a_metric_of_a_step_that_is_no_mean_is_named(caplog):
     assert "`square`" not in caplog.text
 
 
-class OwnTest(keras.Model):
-    """Gives the metrics of its `test_step` alone numbers of a batch: a mean, a sum, a mean to add up, and a root."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = keras.layers.Dense(2)
-        self.square, self.root = keras.metrics.Mean("square"), keras.metrics.Mean("root")
-        self.sum, self.squares = keras.metrics.Mean("sum"), keras.metrics.Sum("squares")
-
-    def call(self, x):
-        return self.layer(x)
-
-    def numbers(self, y, predicted):
-        square = ops.mean(ops.square(y - predicted))
-        given = {"square": square, "sum": ops.sum(abs(y)), "squares": square, "root": ops.sqrt(square)}
-        return [(getattr(self, name), number) for name, number in given.items()]
-
-    def test_step(self, *arguments):
-        x, y = arguments[-1]
-        if BACKEND != "jax":
-            for metric, number in self.numbers(y, self(x)):
-                metric.update_state(number)
-            return {metric.name: metric.result() for metric in self.metrics}
-        trainable, fixed, metrics = arguments[0]
-        numbers = {
-            id(metric): number for metric, number in self.numbers(y, self.stateless_call(trainable, fixed, x)[0])
-        }
-        logs, moved, left = {}, [], list(metrics)
-        for metric in self.metrics:
-            own = [left.pop(0) for _ in metric.variables]
-            if id(metric) in numbers:
-                own = metric.stateless_update_state(own, numbers[id(metric)])
-                logs[metric.name] = metric.stateless_result(own)
-            moved += own
-        return logs, (trainable, fixed, moved)
-
-
-@enough_on("torch", "jax")
-def test_metrics_of_a_test_step_are_exact_or_named(caplog):
-    def evaluated():
-        keras.utils.set_random_seed(5)
-        model = OwnTest()
-        model(X[:1])
-        model.compile()
-        return model.evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True)
-
-    alone = on_one_rank(evaluated)
-    with caplog.at_level("WARNING", "keras_hpc"):
-        logs = evaluated()
-    for name in ("square", "sum", "squares"):
-        assert logs[name] == pytest.approx(alone[name], rel=1e-5)
-        assert f"`{name}`" not in caplog.text
-    assert ("`OwnTest.test_step()`" in caplog.text) == (job().rank == 0 and job().size > 1)
-    assert ("Received: `root`" in caplog.text) == (job().rank == 0 and job().size > 1)
-
-
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow counts traces")
 @enough_on()
 def test_trials_are_not_said_to_be_traced_too_often(monkeypatch):
@@ -239,9 +183,11 @@ def test_a_step_with_a_vector_of_losses_and_an_embedding():
 class OwnLoss(keras.Model):
     """A model with a loss of its own and the step of Keras."""
 
-    def __init__(self, loss):
-        inputs = keras.Input((4,))
-        super().__init__(inputs, dense()(inputs))
+    def __init__(self, loss, network=None):
+        network = network or dense()
+        inputs = [keras.Input(x.shape[1:]) for x in network.inputs]
+        inputs = inputs if len(inputs) > 1 else inputs[0]
+        super().__init__(inputs, network(inputs))
         self.own_loss = loss
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
@@ -294,14 +240,35 @@ def test_a_step_whose_gradients_ranks_may_not_average_is_refused(loss, layers, w
         assert_close(values(model), before, 0)
 
 
-@pytest.mark.parametrize("whose", ["step", *enough(["model"], "torch")])
+@pytest.mark.parametrize(
+    "layers", [(), (keras.layers.Dropout(0.5), keras.layers.BatchNormalization())], ids=["calm", "noisy"]
+)
 @pytest.mark.parametrize("loss", [rmse, *enough([masked_by_hand], "torch")])
-def test_a_step_of_a_whole_batch_is_refused(loss, whose):
-    model = OwnStep(loss) if whose == "step" else OwnLoss(loss)
+@pytest.mark.parametrize("whose", ["step", *enough(["model"], "torch")])
+def test_a_step_of_a_whole_batch_is_refused(loss, whose, layers):
+    """Whatever its layers draw, and whether they normalize batches."""
+    layers = [type(layer).from_config(layer.get_config()) for layer in layers]
+    model = OwnStep(loss, *layers) if whose == "step" else OwnLoss(loss, dense(*layers))
     model.compile(keras.optimizers.SGD(1e-3))
     y = (Y > 0).astype("int32") if loss is masked_by_hand else Y
     with pytest.raises(ValueError, match="not the mean of those of its halves") if job().size > 1 else nullcontext():
         model.fit(X, y, batch_size=BATCH, verbose=0)
+
+
+@enough_on("torch")
+def test_a_step_that_compares_means_of_two_inputs_is_refused():
+    """Which is 0 where made-up samples are alike."""
+    keras.utils.set_random_seed(5)
+    one, other = keras.Input((4,)), keras.Input((4,))
+    network = dense()
+
+    def apart(y, p):
+        return ops.mean(ops.square(p[:, :1])) + 10 * ops.sum(ops.square(ops.mean(p[:, :1] - p[:, 1:], axis=0)))
+
+    model = OwnLoss(apart, keras.Model([one, other], ops.concatenate([network(one), network(other)], axis=1)))
+    model.compile(keras.optimizers.SGD(1e-3))
+    with pytest.raises(ValueError, match="not the mean of those of its halves") if job().size > 1 else nullcontext():
+        model.fit([X, 0.5 * X], Y, batch_size=BATCH, verbose=0)
 
 
 @enough_on("torch")

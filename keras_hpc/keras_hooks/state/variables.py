@@ -262,12 +262,13 @@ def check_same(team: Any, variables: Sequence[Any]) -> None:
         return
     paths = [str(getattr(variable, "path", variable.name)) for variable in variables]
     lists = team.allgather_object([f"`{path}` of {text}" for path, text in zip(paths, mine, strict=True)])
-    for index, here in enumerate(itertools.zip_longest(*lists, fillvalue="no variable of ")):
+    for index, here in enumerate(itertools.zip_longest(*lists, fillvalue="no variable")):
         odd = [rank for rank, text in enumerate(here) if text.split(" of ")[-1] != here[0].split(" of ")[-1]]
         if odd:
             raise PlanMismatchError(
-                "The models of the ranks differ. Every rank must build the same layers in order. Received: as "
-                f"variable {index}, {here[0]} on rank 0 of the team and {here[odd[0]]} on {', '.join(map(str, odd))}"
+                "The models of the ranks differ, or their optimizers. Every rank must build the same layers in order, "
+                "train the same of them, and compile the same optimizer. Received: as variable "
+                f"{index}, {here[0]} on rank 0 of the team and {here[odd[0]]} on {', '.join(map(str, odd))}"
             )
 
 

@@ -18,12 +18,15 @@ _UNKNOWN_LENGTH = 8  # of axes whose length is not known
 
 
 def batch(like: Any, seed: int = 0) -> Any:
-    """Return samples like those of each part of a batch. Integers of one say nothing about those of the next."""
-    leaves = (samples(leaf, seed, place % 2 + 1) for place, leaf in enumerate(keras.tree.flatten(like)))
+    """Return samples like those of each part of a batch. Those of one say nothing about those of the next.
+
+    Else what a step computes of the difference of two of them would always be 0.
+    """
+    leaves = (samples(leaf, seed, place % 2 + 1, place) for place, leaf in enumerate(keras.tree.flatten(like)))
     return keras.tree.pack_sequence_as(like, list(leaves))
 
 
-def samples(leaf: Any, seed: int = 0, repeats: int = 1) -> Any:
+def samples(leaf: Any, seed: int = 0, repeats: int = 1, place: int = 0) -> Any:
     """Return samples like those of a batch, or of the specification of one: arrays, or None."""
     if leaf is None or type(leaf).__name__ == "OptionalSpec":
         return None
@@ -33,7 +36,7 @@ def samples(leaf: Any, seed: int = 0, repeats: int = 1) -> Any:
         return np.ones((), dtype)
     shape[0] = ROWS
     if dtype.kind == "f":
-        return np.random.default_rng(seed).uniform(0.1, 0.9, shape).astype(dtype)
+        return np.random.default_rng([seed, place]).uniform(0.1, 0.9, shape).astype(dtype)
     rows = np.arange(1, ROWS + 1) // repeats
     numbers = rows.reshape(-1, *[1] * (len(shape) - 1)) % (seed + 2) > 0  # may be a class or a mask
     return np.broadcast_to(numbers, shape).astype(dtype)

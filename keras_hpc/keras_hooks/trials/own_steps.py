@@ -12,6 +12,7 @@ clips their mean (see clipping.py).
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from keras_hpc.job import current, log
 from keras_hpc.keras_hooks import keras_private, running
 from keras_hpc.keras_hooks.state import normalization, variables
-from keras_hpc.keras_hooks.trials import made_up, metric_kinds, tries
+from keras_hpc.keras_hooks.trials import calm, made_up, metric_kinds, tries
 from keras_hpc.keras_hooks.trials.tries import Tries
 
 # Where a step draws random numbers, a mean over twice the samples is up to sqrt(2) times smaller, and so is a sum.
@@ -128,14 +129,19 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool,
             moved = trials[0].moved, trials[1].moved
             metrics = metric_kinds.of_model(model)
             kinds = [metric_kinds.kind_of(metric, *moved) for metric in metrics]
-            can_be_cut = not noisy and _can_be_cut(model, trials[1])
-            adds_up = limits = False
-            if can_be_cut:
-                adds_up, of_parts = _adds_up(model, *trials, samples, batch)
-                kinds = [
-                    metric_kinds.checked(metric, kind, of_parts, tries.tolerance(model))
-                    for metric, kind in zip(metrics, kinds, strict=True)
-                ]
+            adds_up = can_be_cut = limits = False
+            needs_calm = noisy or any(map(normalization.is_normalization, model._flatten_layers()))
+            with calm.layers() if needs_calm else contextlib.nullcontext():
+                cut = (Tries(model, rest, twin), Tries(model, rest, None)) if needs_calm else trials
+                if not needs_calm or (_is_same(cut[0], samples) and _is_same(cut[1], given[1])):
+                    # Parts of a batch say what ranks do, but not where a step asks all ranks.
+                    can_be_cut = not cut[1].communicates
+                if can_be_cut:
+                    adds_up, of_parts = _adds_up(model, *cut, samples, batch)
+                    kinds = [
+                        metric_kinds.checked(metric, kind, of_parts, tries.tolerance(model))
+                        for metric, kind in zip(metrics, kinds, strict=True)
+                    ]
             if not is_keras_own(model):
                 large = Tries(model, rest, twin, _LARGE), Tries(model, rest, None, _LARGE)
                 limits = _are_limited(large[1].norms(given[1], len(alone)) / _LARGE, alone)
@@ -176,9 +182,10 @@ def _sure(one_of_two: np.ndarray, alone: np.ndarray) -> bool:
     return bool(((distance > _SURE * error) | ~np.isfinite(error)).all())
 
 
-def _can_be_cut(model: Any, alone: Tries) -> bool:
-    """Return whether parts of a batch say what ranks do: not where a step asks all ranks, or normalizes batches."""
-    return not alone.communicates and not any(map(normalization.is_normalization, model._flatten_layers()))
+def _is_same(trial: Tries, samples: Any) -> bool:
+    """Return whether a step gives the same once more."""
+    one, other = trial.norms(samples, 2)
+    return bool((one == other).all())
 
 
 def _adds_up(model: Any, rank: Tries, alone: Tries, samples: Any, batch: Any) -> tuple[bool, list[dict[int, Any]]]:

@@ -131,13 +131,14 @@ def depends_on_others(function: Callable[..., Any], dtype: str, y_true: Any, y_p
     return False
 
 
-def check_number(loss: Any, y_true: Any, y_pred: Any) -> None:
+def check_number(loss: Any, y_true: Any, y_pred: Any, function: Callable[..., Any] | None = None) -> None:
     """Ask a loss that returns one number for a batch, if it was not asked before. Without communication.
 
     Args:
         loss: a `keras.losses.Loss`.
         y_true: what it gets in a step, of which only shapes and dtypes matter.
         y_pred: likewise.
+        function: what the loss computes of them as they are, where it is not its `call`.
 
     Raises:
         ValueError: the number is neither the mean nor the sum of those of two halves.
@@ -145,7 +146,7 @@ def check_number(loss: Any, y_true: Any, y_pred: Any) -> None:
     if loss in _known:
         return
     with backends.current().outside_programs(), unchanged.loss(loss):
-        answer = ask_number(loss.call, loss.dtype, y_true, y_pred)
+        answer = ask_number(function or loss.call, loss.dtype if function is None else None, y_true, y_pred)
     if answer.is_neither:
         what = f"The loss `{loss.name}`"
         raise ValueError(REFUSED.format(what=what, whole=answer.whole, halves=answer.halves, of="made-up samples"))
@@ -161,14 +162,14 @@ class Answer(NamedTuple):
     halves: Sequence[float] = ()
 
 
-def ask_number(function: Callable[..., Any], dtype: str, y_true: Any, y_pred: Any) -> Answer:
+def ask_number(function: Callable[..., Any], dtype: str | None, y_true: Any, y_pred: Any) -> Answer:
     """Ask a function whether it returns a mean over samples, which it is if it does not answer. No communication.
 
     Of several numbers their mean is asked.
 
     Args:
         function: of `y_true` and `y_pred`.
-        dtype: what both are converted to.
+        dtype: what both are converted to, if not None.
         y_true: what it gets in a step, of which only shapes and dtypes matter.
         y_pred: likewise.
     """
@@ -236,7 +237,7 @@ def _made_up(given: tuple[Any, Any], seed: int) -> tuple[Any, ...]:
     )
 
 
-def _values(function: Callable[..., Any], dtype: str, samples: tuple[Any, ...]) -> np.ndarray:
+def _values(function: Callable[..., Any], dtype: str | None, samples: tuple[Any, ...]) -> np.ndarray:
     tensors = keras.tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=dtype), samples)
     values: np.ndarray = backends.current().to_numpy(function(*tensors))
     return values.astype(np.float64)

@@ -9,7 +9,7 @@ import numpy as np
 
 from keras_hpc.job import current
 from keras_hpc.keras_hooks import running
-from keras_hpc.keras_hooks.trials import made_up, metric_kinds, own_steps, tries
+from keras_hpc.keras_hooks.trials import calm, made_up, metric_kinds, own_steps, tries
 from keras_hpc.keras_hooks.trials.tries import Tries
 
 
@@ -46,7 +46,7 @@ def _kinds(model: Any, asked: list[Any], rest: list[Any], batch: Any) -> list[in
         return unknown
     try:
         samples = made_up.batch(batch)
-        with tries.unchanged_model(model):
+        with tries.unchanged_model(model), calm.layers():
             rank = Tries(model, rest, tries.twin_step(model), method="test_step")
             alone = Tries(model, rest, None, method="test_step")
             first, again = (rank.moved_by(samples) for _ in range(2))
