@@ -61,8 +61,10 @@ bool wait_watched(const TeamContext& team, Bell& bell, Ready&& ready, const Awai
   stall.since = begin;
   Activity::Note note(*team.activity, std::move(stall));
   if (!wait_for(team.patience, bell, team.timeout_seconds - first, ready, look) &&
-      !wait_for(team.patience, bell, lookout.hearing_seconds(awaited), ready, look))
+      !wait_for(team.patience, bell, lookout.hearing_seconds(awaited), ready, look)) {
+    lookout.look_at_blame(awaited);
     return false;
+  }
   note.resolve();
   return true;
 }

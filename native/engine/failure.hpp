@@ -37,6 +37,8 @@ class Failure {
     if (news_) news_->stop();
   }
 
+  // What to say of an error that comes from the network, perhaps because another rank has died: that, once it is seen.
+  std::exception_ptr explained(std::exception_ptr error) const;
   // This rank has failed; the first error stays. Tells the node, and other nodes.
   void set(std::exception_ptr error);
   // This rank has no more work for the team. Tells the node.
@@ -62,7 +64,7 @@ class Failure {
   bool has_died(int rank) const;
   std::string blame(int rank, int& culprit) const;
   void tell(int messenger, int culprit) const;
-  std::string complaint(int& culprit) const;
+  std::string complaint(int& culprit, bool of_this_rank_only = false) const;
 
   const Topology& topology_;
   Bell* bells_;  // [kind][local rank]; what became of a rank is in its first
@@ -104,6 +106,9 @@ class Lookout {
   // The same for a thread of a rank that may wait for nothing, so that its node hears what others tell, and a death
   // that nobody waits for is told to them. Looks once in a while, and only where there are other nodes.
   void look_around();
+  // After the time limit: throws if others have given up waiting for this rank, as for one that was stopped for long.
+  // Whom it waits for itself then says nothing.
+  void look_at_blame(const Awaited& awaited) const;
   // How long to go on after the time limit, seconds: who is late on another node is known there, and told.
   double hearing_seconds(const Awaited& awaited) const;
 

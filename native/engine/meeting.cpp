@@ -104,9 +104,10 @@ void Meeting::wait_for_ranks(int ranks, uint64_t target, Value&& value, bool cer
   };
   if (wait_watched(team_, team_.my_bell(), ready, Waiting(*this, missing, certain, false))) return;
   const int rank = topology_.local_ranks()[at(late)];
+  // One that waits for another node would have given up before this one.
   throw Timeout(late_text() + "rank " + std::to_string(rank) + (certain ? "" : ", which may wait for another node") +
                     ". Do all ranks make the same calls?",
-                certain ? rank : -1);
+                rank);
 }
 
 std::string Meeting::late_text() const {
