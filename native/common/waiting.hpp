@@ -58,6 +58,8 @@ struct alignas(128) Bell {
   // What became of this rank, and, if it failed, through which rank; see engine/failure.hpp.
   std::atomic<Fate> fate;
   std::atomic<int32_t> culprit;
+  // Rises about once a second while this rank waits in the engine, or a thread of the engine works for it.
+  std::atomic<uint32_t> beats;
   ProcessId process;  // written before the team's first barrier
 
   void ring();

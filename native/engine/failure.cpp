@@ -180,9 +180,10 @@ std::string Failure::complaint(int& culprit, bool of_this_rank_only) const {
   return "";
 }
 
-void Lookout::look_around() {
+void Lookout::look_around(bool beats) {
   if (failure_->news_ == nullptr || seconds_since(looked_at_) < slice_seconds) return;
   looked_at_ = Clock::now();
+  if (beats) failure_->beat();
   const Topology& topology = failure_->topology_;
   int culprit = topology.local_ranks()[at((topology.local_rank + 1) % topology.local_size())];  // it may be this one
   const bool has_died = failure_->has_died(culprit);
@@ -196,6 +197,27 @@ void Lookout::look_around() {
   absent_since_ = std::min(absent_since_, looked_at_);
   if (seconds_since(absent_since_) > grace)
     throw Error("Rank " + std::to_string(topology.rank) + " cannot go on: " + text, culprit);
+}
+
+void Lookout::listen_to_beats() {
+  for (int r = 0; r < failure_->topology_.local_size(); ++r) {
+    const uint32_t count = failure_->bells_[r].beats.load(std::memory_order_relaxed);
+    if (beats_.size() <= at(r))
+      beats_.push_back({count, begin_});
+    else if (beats_[at(r)].count != count)
+      beats_[at(r)] = {count, Clock::now()};
+  }
+}
+
+int Lookout::idle_suspect(const Awaited& awaited) {
+  constexpr double silence = 2;  // more than twice as long as between two beats
+  const auto& local = failure_->topology_.local_ranks();
+  listen_to_beats();
+  for (const int rank : awaited.suspects()) {
+    const auto place = static_cast<size_t>(std::find(local.begin(), local.end(), rank) - local.begin());
+    if (rank != failure_->topology_.rank && seconds_since(beats_[place].since) > silence) return rank;
+  }
+  return -1;
 }
 
 void Lookout::look_at_blame(const Awaited& awaited) const {
@@ -218,6 +240,10 @@ double Lookout::hearing_seconds(const Awaited& awaited) const {
 
 void Lookout::examine(const Awaited& awaited, bool due) {
   if (due && check_interrupt != nullptr) check_interrupt();
+  if (due) {
+    failure_->beat();
+    listen_to_beats();
+  }
   const Topology& topology = failure_->topology_;
   const std::vector<int> missing = awaited.missing();
   const auto is_in = [](const std::vector<int>& ranks, int rank) {

@@ -344,7 +344,7 @@ void Team::serve(int lane) {
   const auto look = [&] {
     failure_->throw_if_set();
     if (lane == 0) {
-      lookout.look_around();
+      lookout.look_around(true);
       look_after_async();
     }
     return lanes_[at(lane)]->network_is_busy.load();
@@ -360,7 +360,7 @@ void Team::look_around() {
   const std::lock_guard lock(looking_mutex_);
   if (!idle_lookout_) idle_lookout_.emplace(*failure_);
   try {
-    idle_lookout_->look_around();
+    idle_lookout_->look_around(false);
   } catch (const Error&) {
     fail(std::current_exception());
   }

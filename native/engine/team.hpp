@@ -188,7 +188,7 @@ class Team {
   void wait_for_collective(const std::function<bool()>& ready, const char* what);
   void meet(const std::string& text, const std::string& label);
   [[noreturn]] void explain(const std::string& text, const PlanMismatch& disagreement);
-  Timeout late(const Plan& plan, int tensor) const;
+  Timeout late(const Plan& plan, int tensor, int idle) const;
   int peer_awaited(const Plan& plan) const;
 
   std::unique_ptr<Transport> transport_;

@@ -45,6 +45,12 @@ class Team::TensorWait final : public Awaited {
     return found;
   }
   bool needs(int rank) const override { return plan_.owes_slice(tensor_, rank); }
+  std::vector<int> suspects() const override {
+    std::vector<int> found;
+    for (const int rank : team_.topology().local_ranks())
+      if (rank != team_.topology().rank && plan_.owes_slice(tensor_, rank)) found.push_back(rank);
+    return found;
+  }
   bool is_outside() const override {
     for (int lane = 0; team_.options_.threads == 0 && lane < static_cast<int>(team_.lanes_.size()); ++lane)
       if (team_.lanes_[at(lane)]->network_is_busy) return true;
@@ -74,7 +80,9 @@ void Team::await(Plan& plan, int tensor) {
     return plan.is_complete(tensor);
   };
   Bell& bell = context_.callers[topology().local_rank];
-  if (!wait_watched(context_, bell, ready, TensorWait(*this, plan, tensor, Clock::now()))) throw late(plan, tensor);
+  int idle = -1;
+  if (!wait_watched(context_, bell, ready, TensorWait(*this, plan, tensor, Clock::now()), &idle))
+    throw late(plan, tensor, idle);
   // Who was to be woken for what has come just now was this thread.
   progress_all();
 }
@@ -95,19 +103,15 @@ bool Team::wait_all_async(Plan& plan, void (*done)(void*, const char*), void* ar
   return true;
 }
 
-Timeout Team::late(const Plan& plan, int tensor) const {
+Timeout Team::late(const Plan& plan, int tensor, int idle) const {
   std::vector<int> missing = plan.missing_ranks(tensor);
   const auto is_near = [this](int rank) { return topology().is_local(rank); };
   const auto near =
       std::find_if(missing.begin(), missing.end(), [&](int rank) { return rank != topology().rank && is_near(rank); });
   int culprit = near == missing.end() ? -1 : *near;
   if (topology().node_count > 1 && std::none_of(missing.begin(), missing.end(), is_near)) {
-    std::vector<int> neighbours;  // that have not sent their slices, or not handed out what they got
-    for (const int rank : topology().local_ranks())
-      if (rank != topology().rank && plan.owes_slice(tensor, rank)) neighbours.push_back(rank);
-    culprit = plan.owes_slice(tensor, topology().rank) ? peer_awaited(plan) : -1;
-    // One that waits for another node would have given up before this one.
-    if (culprit < 0 && neighbours.size() == 1) culprit = neighbours[0];
+    culprit = idle >= 0 ? idle : plan.owes_slice(tensor, topology().rank) ? peer_awaited(plan) : -1;
+    const auto neighbours = TensorWait(*this, plan, tensor, Clock::now()).suspects();
     if (culprit < 0 && missing.size() == 1 && neighbours.empty()) culprit = missing[0];
     missing.insert(missing.end(), neighbours.begin(), neighbours.end());
     if (culprit >= 0) missing = {culprit};
@@ -164,9 +168,10 @@ void Team::look_after_async() {
     if (wait.plan->is_complete(wait.tensor)) continue;
     const TensorWait awaited(*this, *wait.plan, wait.tensor, wait.begin);
     wait.lookout.look(awaited);
-    if (left < 0 && left < -wait.lookout.hearing_seconds(awaited)) {
+    const int idle = left < 0 ? wait.lookout.idle_suspect(awaited) : -1;
+    if (left < 0 && (idle >= 0 || left < -wait.lookout.hearing_seconds(awaited))) {
       wait.lookout.look_at_blame(awaited);
-      throw late(*wait.plan, wait.tensor);
+      throw late(*wait.plan, wait.tensor, idle);
     }
     if (!wait.stall && seconds_since(wait.begin) > options_.stall_seconds)
       wait.stall = std::make_shared<Activity::Note>(activity_, awaited.stall());
