@@ -144,7 +144,5 @@ def _fault(one: Round, told: Told, *, vague: bool) -> str:
         return "late"
     named = re.findall(r"rank ([\d, ]*\d)\b(?! has given up|\))", told.text)
     known = named and str(one.victim) in named[-1].split(", ")
-    clear = known or (
-        vague and re.search("tells of itself|not every rank|may wait|given up|a message from", told.text)
-    )
+    clear = known or (vague and re.search("tells of itself|not every rank|may wait|given up|a message from", told.text))
     return "" if clear else "names another rank"
