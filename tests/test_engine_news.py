@@ -61,3 +61,56 @@ def test_a_rank_that_gives_up_ends_the_waits_of_other_nodes(what, nodes, threads
         everyone.wait(30)
 
     run_with_limits(nodes, work, threads, lambda rank: 0.5 if rank == 0 else 40.0)
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_rank_without_a_thread_hears_where_somebody_looks(looks):
+    """Rank 1 waits for nothing when rank 0 gives up, and tells rank 3, which alone hears of it from rank 1."""
+    nodes, everyone = [0, 0, 1, 1], threading.Barrier(4)
+
+    def work(team, rank):
+        calls = make_calls(team, rank, 4)
+        everyone.wait(30)
+        if rank == 0:
+            caught(calls["call"])
+        end = time.monotonic() + SOON
+        while time.monotonic() < end:
+            if looks:
+                team.look_around()
+            time.sleep(0.2)
+        text, seconds = caught(calls["call"])
+        assert "rank 1" in text or rank == 1
+        assert rank == 0 or (seconds < 0.5) == looks, (rank, seconds)
+        everyone.wait(30)
+
+    run_with_limits(nodes, work, 0, lambda rank: 0.5 if rank == 0 else 40.0)
+
+
+def test_a_rank_that_was_late_is_told_so_whatever_its_own_limit():
+    """Once it comes, it waits for those that have given up, and not they are to blame."""
+    everyone = threading.Barrier(2)
+
+    def work(team, rank):
+        calls = make_calls(team, rank, 2)
+        everyone.wait(30)
+        time.sleep(1.5 * rank)
+        text, _ = caught(calls["call"])
+        assert ("given up waiting for this rank" if rank == 1 else "rank 1") in text, text
+        everyone.wait(30)
+
+    run_with_limits([0, 0], work, 0, lambda rank: 1.0)
+
+
+def test_who_waits_for_a_neighbour_that_waits_lets_that_one_speak_first():
+    """Rank 0 knows that another node's rank 2 is missing, rank 1 only that rank 0 waits."""
+    everyone = threading.Barrier(3)
+
+    def work(team, rank):
+        calls = make_calls(team, rank, 3)
+        everyone.wait(30)
+        if rank < 2:
+            text, _ = caught(calls["call"])
+            assert "rank 2" in text, text
+        everyone.wait(30)
+
+    run_with_limits([0, 0, 1], work, 0, lambda rank: 1.5 - 0.4 * rank)

@@ -32,7 +32,12 @@ def test_messages_that_come_after_an_error_change_nothing(delay):
 
 @pytest.mark.parametrize(
     ("what", "threads"),
-    [("plan", 1), ("call", 0), *(pytest.param(what, 0, marks=pytest.mark.soak) for what in ("plan", "broadcast"))],
+    [
+        ("plan", 1),
+        ("call", 0),
+        ("memory", 0),
+        *(pytest.param(what, 0, marks=pytest.mark.soak) for what in ("plan", "broadcast")),
+    ],
 )
 def test_a_process_that_has_died_is_noticed_natively(what, threads):
     command = [*SURVIVOR, sys.executable, str(SCRIPT), "killed", what, str(threads)]
@@ -107,6 +112,20 @@ def test_a_rank_that_is_late_is_known_on_other_nodes(what, threads, victim):
 def test_a_forked_child_that_ends_does_no_harm(run_ranks):
     done = run_ranks(2, [SCRIPT, "forked"], backend="jax")
     assert done.output.count("went on") == 2, done.output
+
+
+def test_a_job_that_is_suspended_for_longer_than_its_time_limit_goes_on(run_ranks):
+    done = run_ranks(2, [SCRIPT, "suspended"], backend="jax")
+    assert done.output.count("went on") == 2, done.output
+
+
+def test_ranks_without_threads_hear_of_other_nodes_by_the_watchdog():
+    command = [*SURVIVOR, sys.executable, str(SCRIPT), "without-threads"]
+    env = child_environment("torch", lean=True) | {"MPIR_CVAR_NUM_CLIQUES": "2"}
+    done = launch(4, command, timeout=90, env=env)
+    told = dict(re.findall(r"^rank (\d): after ([\d.]+) s: .*", done.output, re.MULTILINE))
+    assert sorted(told) == ["0", "1", "2", "3"], done.output
+    assert all(float(seconds) < 0.5 for rank, seconds in told.items() if rank != "0"), done.output
 
 
 # In one of some runs MPICH (UCX) is ended by a signal after all has been said: not in `make test` until that is known.

@@ -175,6 +175,9 @@ void bind_team(nb::module_& m) {
           },
           "nbytes"_a, "Collective: bytes that the ranks of the node can reach directly.")
       .def("leave", [](const PyTeam& team) { team.if_open([](Team& open) { open.leave(); }); })
+      .def(
+          "look_around", [](const PyTeam& team) { team.if_open([](Team& open) { open.look_around(); }); }, release,
+          "Once in a while, where the team has no threads: hears what other nodes tell.")
       .def("report", &report)
       .def("stalls", &stalls, release,
            "Waits longer than stall_seconds: (what, number, detail, tensor, seconds, ranks awaited as seen here).")

@@ -12,6 +12,11 @@ struct Error : std::runtime_error {
   int culprit;
 };
 
+// The network says that something went wrong, seldom what. It may be that another rank has died.
+struct NetworkError : Error {
+  using Error::Error;
+};
+
 // Ranks disagree on what they are about to communicate.
 struct PlanMismatch : Error {
   using Error::Error;

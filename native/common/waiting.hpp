@@ -23,6 +23,23 @@ inline double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
+// How long a wait takes, for who asks at least once a second. The time in which this process was stopped does not
+// count, as when a batch system suspends a job: then no other rank is late.
+class WaitedTime {
+ public:
+  double seconds() {
+    constexpr double longest = 2;
+    const auto now = Clock::now();
+    seconds_ += std::min(std::chrono::duration<double>(now - asked_).count(), longest);
+    asked_ = now;
+    return seconds_;
+  }
+
+ private:
+  double seconds_ = 0;
+  Clock::time_point asked_ = Clock::now();
+};
+
 // Atomic doubles have no operator += before C++20.
 inline void add(std::atomic<double>& sum, double value) {
   double before = sum.load(std::memory_order_relaxed);
@@ -41,6 +58,8 @@ struct alignas(128) Bell {
   // What became of this rank, and, if it failed, through which rank; see engine/failure.hpp.
   std::atomic<Fate> fate;
   std::atomic<int32_t> culprit;
+  // Rises about once a second while this rank waits in the engine, or a thread of the engine works for it.
+  std::atomic<uint32_t> beats;
   ProcessId process;  // written before the team's first barrier
 
   void ring();
@@ -119,7 +138,8 @@ bool wait_for(const Patience& patience, Bell& bell, double seconds, Ready&& read
     if (ready()) return true;
   }
   double nap = 2e-6;
-  for (double waited = 0; waited < seconds; waited = seconds_since(begin)) {
+  WaitedTime time;
+  for (double waited = 0; waited < seconds; waited = time.seconds()) {
     if (patience.then != Patience::Then::sleep) {
       look();
       for (int i = 0; i < 1000; ++i) {

@@ -35,8 +35,7 @@ void Team::meet(const std::string& text, const std::string& label) {
   } catch (const PlanMismatch& e) {  // on all ranks
     explain(text, e);
   } catch (const std::exception&) {
-    fail(std::current_exception());
-    throw;
+    fail_and_throw();
   }
 }
 

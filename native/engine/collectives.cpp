@@ -3,6 +3,7 @@
 // time: MPI goes on when this rank gives up, and the caller's memory is then the caller's again.
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -31,6 +32,20 @@ std::vector<size_t> in_round(const std::vector<size_t>& totals, size_t begin, si
   return counts;
 }
 
+// What ranks compare, beside how many elements of which dtype they reduce.
+uint64_t tag_of(const std::string& what, const std::vector<int64_t>& shape) {
+  uint64_t tag = what.empty() ? 0 : std::hash<std::string>{}(what);
+  for (const int64_t length : shape) tag = (tag ^ static_cast<uint64_t>(length + 1)) * 0x100000001b3ULL;
+  return tag;
+}
+
+// ", shape (2, 3)"
+std::string text_of(const std::vector<int64_t>& shape) {
+  std::string text;
+  for (const int64_t length : shape) text += (text.empty() ? "" : ", ") + std::to_string(length);
+  return text.empty() ? "" : ", shape (" + text + (shape.size() == 1 ? ",)" : ")");
+}
+
 }  // namespace
 
 class Team::CollectiveWait final : public Awaited {
@@ -49,8 +64,8 @@ class Team::CollectiveWait final : public Awaited {
   const char* what_;
 };
 
-void Team::wait_for_collective(Pending& pending, const char* what) {
-  if (wait_watched(context_, context_.my_bell(), [&] { return pending.test(); }, CollectiveWait(*this, what))) return;
+void Team::wait_for_collective(const std::function<bool()>& ready, const char* what) {
+  if (wait_watched(context_, context_.my_bell(), ready, CollectiveWait(*this, what))) return;
   throw Timeout("Waited " + std::to_string(static_cast<int>(options_.timeout_seconds)) + " s for the other ranks in " +
                 what + ": not every rank arrived.");
 }
@@ -76,7 +91,7 @@ void Team::broadcast(void* data, size_t nbytes, int root) {
       Pending pending(message);
       if (topology().rank == root) std::memcpy(message.get(), bytes + begin, n);
       pending.add(control_->broadcast(message.get(), n, root));
-      wait_for_collective(pending, "broadcast");
+      wait_for_collective([&] { return pending.test(); }, "broadcast");
       if (topology().rank != root) std::memcpy(bytes + begin, message.get(), n);
     }
   });
@@ -94,7 +109,7 @@ void Team::allgather(const void* in, void* out, const std::vector<size_t>& nbyte
       if (counts[me] > 0) std::memcpy(message.get(), static_cast<const std::byte*>(in) + begin, counts[me]);
       Pending pending(message);
       pending.add(control_->allgather(message.get(), all, counts));
-      wait_for_collective(pending, "allgather");
+      wait_for_collective([&] { return pending.test(); }, "allgather");
       auto* place = static_cast<std::byte*>(out);
       for (size_t r = 0; r < counts.size(); ++r) {
         if (counts[r] > 0) std::memcpy(place + begin, all, counts[r]);
@@ -138,7 +153,7 @@ void Team::alltoall(const void* in, const std::vector<size_t>& to, void* out, co
         received += in_counts[r];
         source += to[r];
       }
-      wait_for_collective(pending, "alltoall");
+      wait_for_collective([&] { return pending.test(); }, "alltoall");
       received = message.get() + sum(out_counts);
       auto* target = static_cast<std::byte*>(out);
       for (size_t r = 0; r < from.size(); ++r) {
@@ -156,8 +171,25 @@ void Team::barrier() {
   in_turn([&] {
     Pending pending;
     pending.add(control_->barrier());
-    wait_for_collective(pending, "barrier");
+    wait_for_collective([&] { return pending.test(); }, "barrier");
   });
+}
+
+void Team::allreduce(void* data, int64_t count, DType dtype, Op op, std::optional<DType> wire, std::optional<Path> path,
+                     const std::string& what, const std::vector<int64_t>& shape) {
+  if (topology().size == 1) return;
+  const bool mean = op == Op::mean;
+  if (mean && (dtype == DType::int32 || dtype == DType::int64))
+    throw Error("The mean of integers is not an integer. Expected op sum, min or max.");
+  throw_if_failed();
+  try {
+    ++activity_.calls;
+    allreduce_->run(data, static_cast<size_t>(count), dtype, op, wire, path, tag_of(what, shape));
+  } catch (const Disagreement& e) {  // on all ranks, before any data moved: the team can go on
+    explain("\n" + (what.empty() ? "allreduce" : what) + ": " + e.mine + text_of(shape), e);
+  } catch (const std::exception&) {
+    fail_and_throw();
+  }
 }
 
 }  // namespace keras_hpc

@@ -46,9 +46,10 @@ struct TeamContext {
 };
 
 // Waits like wait_for, at most timeout_seconds, and while there is use in it; a little longer where only other nodes
-// can tell who is late. After stall_seconds it is a stall.
+// can tell who is late. After stall_seconds it is a stall. Where it waits in vain for one that seems to do nothing for
+// it, that is the `suspect`.
 template <class Ready>
-bool wait_watched(const TeamContext& team, Bell& bell, Ready&& ready, const Awaited& awaited) {
+bool wait_watched(const TeamContext& team, Bell& bell, Ready&& ready, const Awaited& awaited, int* suspect = nullptr) {
   const auto begin = Clock::now();
   const double first = std::min(team.stall_seconds, team.timeout_seconds);
   Lookout lookout(*team.failure);
@@ -60,9 +61,22 @@ bool wait_watched(const TeamContext& team, Bell& bell, Ready&& ready, const Awai
   Stall stall = awaited.stall();
   stall.since = begin;
   Activity::Note note(*team.activity, std::move(stall));
-  if (!wait_for(team.patience, bell, team.timeout_seconds - first, ready, look) &&
-      !wait_for(team.patience, bell, lookout.hearing_seconds(awaited), ready, look))
-    return false;
+  if (!wait_for(team.patience, bell, team.timeout_seconds - first, ready, look)) {
+    constexpr double slice = 0.5;
+    int idle = lookout.idle_suspect(awaited);
+    WaitedTime time;
+    bool is_ready = false;
+    const double hearing = lookout.hearing_seconds(awaited);
+    for (double left = hearing; idle < 0 && !is_ready && left > 0; left = hearing - time.seconds()) {
+      is_ready = wait_for(team.patience, bell, std::min(slice, left), ready, look);
+      idle = lookout.idle_suspect(awaited);
+    }
+    if (!is_ready) {
+      lookout.look_at_blame(awaited);
+      if (suspect != nullptr) *suspect = idle;
+      return false;
+    }
+  }
   note.resolve();
   return true;
 }

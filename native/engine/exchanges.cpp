@@ -246,10 +246,11 @@ bool Exchanges::has_come(Message& message, const Operation& operation) const {
   try {
     return message.pending.test();
   } catch (const Error& e) {
-    throw Error("A message of rank " + std::to_string(message.rank) + " to rank " + std::to_string(topology_.rank) +
-                    " in " + name_of(static_cast<uint32_t>(operation.exchange), operation.shape.adjoint) + ": " +
-                    e.what() + " Do all ranks of a group get as many samples?",
-                message.rank);
+    throw NetworkError("A message of rank " + std::to_string(message.rank) + " to rank " +
+                           std::to_string(topology_.rank) + " in " +
+                           name_of(static_cast<uint32_t>(operation.exchange), operation.shape.adjoint) + ": " +
+                           e.what() + " Do all ranks of a group get as many samples?",
+                       message.rank);
   }
 }
 

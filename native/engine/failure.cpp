@@ -2,6 +2,8 @@
 #include "engine/failure.hpp"
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 #include <utility>
 
 #include "common/index.hpp"
@@ -10,6 +12,27 @@ namespace keras_hpc {
 thread_local void (*check_interrupt)() = nullptr;
 
 // ---- this rank
+
+std::exception_ptr Failure::explained(std::exception_ptr error) const {
+  constexpr std::chrono::milliseconds nap(5);
+  constexpr double seconds = 1.5;  // MPI may know before the kernel tells, and other nodes tell a second later
+  try {
+    std::rethrow_exception(error);
+  } catch (const NetworkError& e) {
+    const std::string who = "Rank " + std::to_string(topology_.rank) + " cannot go on: ", what = e.what();
+    for (const auto begin = Clock::now(); !is_set() && seconds_since(begin) < seconds;
+         std::this_thread::sleep_for(nap)) {
+      for (const int rank : topology_.local_ranks())
+        if (rank != topology_.rank && has_died(rank))
+          return std::make_exception_ptr(
+              Error(who + "the process of rank " + std::to_string(rank) + " has ended. " + what, rank));
+      const auto item = news_ ? news_->hear() : std::nullopt;
+      if (item) return std::make_exception_ptr(Error(who + item->text(topology_.rank) + " " + what, item->culprit));
+    }
+  } catch (...) {  // it says what it is
+  }
+  return error;
+}
 
 void Failure::set(std::exception_ptr error) {
   int culprit = -1;
@@ -137,22 +160,30 @@ void Failure::throw_if_neighbour_failed() const {
 
 // Why another rank keeps this one from going on, if one does: a neighbour that has failed, or what other nodes say. It
 // is passed on at once, whether or not this rank goes on for a while.
-std::string Failure::complaint(int& culprit) const {
-  for (const int rank : topology_.local_ranks()) {
-    if (rank == topology_.rank || bell_of(rank)->fate.load(std::memory_order_acquire) != Fate::failed) continue;
-    tell(rank, bell_of(rank)->culprit.load(std::memory_order_relaxed));
-    return blame(rank, culprit);
-  }
+std::string Failure::complaint(int& culprit, bool of_this_rank_only) const {
   const auto item = news_ ? news_->hear() : std::nullopt;
-  if (!item) return "";
-  culprit = item->culprit;
-  news_->tell(*item);
-  return item->text(topology_.rank);
+  // First what concerns this rank.
+  for (const bool of_this_rank : {true, false}) {
+    if (of_this_rank_only && !of_this_rank) break;
+    for (const int rank : topology_.local_ranks()) {
+      if (rank == topology_.rank || bell_of(rank)->fate.load(std::memory_order_acquire) != Fate::failed) continue;
+      const int its_culprit = bell_of(rank)->culprit.load(std::memory_order_relaxed);
+      if (of_this_rank && its_culprit != topology_.rank) continue;
+      tell(rank, its_culprit);
+      return blame(rank, culprit);
+    }
+    if (!item || (of_this_rank && item->culprit != topology_.rank)) continue;
+    culprit = item->culprit;
+    news_->tell(*item);
+    return item->text(topology_.rank);
+  }
+  return "";
 }
 
-void Lookout::look_around() {
+void Lookout::look_around(bool beats) {
   if (failure_->news_ == nullptr || seconds_since(looked_at_) < slice_seconds) return;
   looked_at_ = Clock::now();
+  if (beats) failure_->beat();
   const Topology& topology = failure_->topology_;
   int culprit = topology.local_ranks()[at((topology.local_rank + 1) % topology.local_size())];  // it may be this one
   const bool has_died = failure_->has_died(culprit);
@@ -168,18 +199,51 @@ void Lookout::look_around() {
     throw Error("Rank " + std::to_string(topology.rank) + " cannot go on: " + text, culprit);
 }
 
+void Lookout::listen_to_beats() {
+  for (int r = 0; r < failure_->topology_.local_size(); ++r) {
+    const uint32_t count = failure_->bells_[r].beats.load(std::memory_order_relaxed);
+    if (beats_.size() <= at(r))
+      beats_.push_back({count, begin_});
+    else if (beats_[at(r)].count != count)
+      beats_[at(r)] = {count, Clock::now()};
+  }
+}
+
+int Lookout::idle_suspect(const Awaited& awaited) {
+  constexpr double silence = 2;  // more than twice as long as between two beats
+  const auto& local = failure_->topology_.local_ranks();
+  listen_to_beats();
+  for (const int rank : awaited.suspects()) {
+    const auto place = static_cast<size_t>(std::find(local.begin(), local.end(), rank) - local.begin());
+    if (rank != failure_->topology_.rank && seconds_since(beats_[place].since) > silence) return rank;
+  }
+  return -1;
+}
+
+void Lookout::look_at_blame(const Awaited& awaited) const {
+  int culprit = -1;
+  const std::string text = failure_->complaint(culprit, true);
+  if (!text.empty()) throw Error(awaited.name() + ": " + text, culprit);
+}
+
 double Lookout::hearing_seconds(const Awaited& awaited) const {
   const Topology& topology = failure_->topology_;
   if (failure_->news_ == nullptr || topology.size == topology.node_count) return 0;  // or nobody knows
-  for (const int rank : awaited.missing())
+  const std::vector<int> missing = awaited.missing();
+  for (const int rank : missing)
     if (rank != topology.rank && failure_->bell_of(rank) != nullptr) return 0;  // this rank knows, too
-  double hops = 2;  // who hears of it tells its own node at its next look
+  // Who hears of it tells its own node at its next look. Who knows nobody leaves it to those of its node that do.
+  double hops = missing.empty() ? 3 : 2;
   for (int nodes = 1; nodes < topology.node_count; nodes *= 2) ++hops;
   return hops * slice_seconds;
 }
 
 void Lookout::examine(const Awaited& awaited, bool due) {
   if (due && check_interrupt != nullptr) check_interrupt();
+  if (due) {
+    failure_->beat();
+    listen_to_beats();
+  }
   const Topology& topology = failure_->topology_;
   const std::vector<int> missing = awaited.missing();
   const auto is_in = [](const std::vector<int>& ranks, int rank) {

@@ -37,6 +37,8 @@ class Failure {
     if (news_) news_->stop();
   }
 
+  // What to say of an error that comes from the network, perhaps because another rank has died: that, once it is seen.
+  std::exception_ptr explained(std::exception_ptr error) const;
   // This rank has failed; the first error stays. Tells the node, and other nodes.
   void set(std::exception_ptr error);
   // This rank has no more work for the team. Tells the node.
@@ -62,7 +64,8 @@ class Failure {
   bool has_died(int rank) const;
   std::string blame(int rank, int& culprit) const;
   void tell(int messenger, int culprit) const;
-  std::string complaint(int& culprit) const;
+  void beat() const { bells_[topology_.local_rank].beats.fetch_add(1, std::memory_order_relaxed); }
+  std::string complaint(int& culprit, bool of_this_rank_only = false) const;
 
   const Topology& topology_;
   Bell* bells_;  // [kind][local rank]; what became of a rank is in its first
@@ -83,6 +86,8 @@ class Awaited {
   virtual std::vector<int> missing() const = 0;
   // Whether a rank of the node has still something to do for it, for certain or as far as is known.
   virtual bool needs(int /* rank */) const { return missing().empty(); }
+  // Where that is not known: ranks of the node that have not, but may be waiting themselves, for another node.
+  virtual std::vector<int> suspects() const { return {}; }
   virtual bool is_outside() const { return false; }  // something of another node, which rings no bell
   virtual Stall stall() const = 0;
 };
@@ -103,18 +108,30 @@ class Lookout {
   }
   // The same for a thread of a rank that may wait for nothing, so that its node hears what others tell, and a death
   // that nobody waits for is told to them. Looks once in a while, and only where there are other nodes.
-  void look_around();
+  // `beats`: the thread is the engine's.
+  void look_around(bool beats);
+  // After the time limit: a suspect that does not wait, as it seems; -1: none.
+  int idle_suspect(const Awaited& awaited);
+  // After the time limit: throws if others have given up waiting for this rank, as for one that was stopped for long.
+  // Whom it waits for itself then says nothing.
+  void look_at_blame(const Awaited& awaited) const;
   // How long to go on after the time limit, seconds: who is late on another node is known there, and told.
   double hearing_seconds(const Awaited& awaited) const;
 
  private:
   static constexpr double slice_seconds = 0.9;  // less than a thread sleeps, so that each sleep ends with a look
   void examine(const Awaited& awaited, bool due);
+  void listen_to_beats();
 
   const Failure* failure_;
   Clock::time_point begin_ = Clock::now();
   Clock::time_point looked_at_ = begin_;
   Clock::time_point absent_since_ = Clock::time_point::max();  // a rank that may be the one that is awaited
+  struct Beat {
+    uint32_t count;
+    Clock::time_point since;
+  };
+  std::vector<Beat> beats_;  // [local rank] the last that was seen; none: the wait is not long yet
 };
 
 // What a thread is to do about once a second while it waits, or null. It throws Interrupted to end the wait.

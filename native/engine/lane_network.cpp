@@ -36,6 +36,13 @@ void LaneNetwork::begin_weight(double of_node) {
   weight_is_ = WeightIs::on_its_way;
 }
 
+int LaneNetwork::waiting_for() const {
+  if (weight_is_ == WeightIs::on_its_way) return weight_operation_.waiting_for();
+  for (const OnWay& slice : on_way_)
+    if (!slice.back) return slices_[slice.turn % kInFlight].waiting_for();
+  return -1;
+}
+
 Progress LaneNetwork::advance() {
   bool moved = false;
   const auto drive = [&moved](Allreduce& operation) {

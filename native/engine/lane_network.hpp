@@ -43,6 +43,8 @@ class LaneNetwork {
 
   Progress advance();
   bool is_idle() const { return on_way_.empty() && knows_weight(); }
+  // The rank whose message is awaited; -1: none, or one of many.
+  int waiting_for() const;
 
  private:
   struct OnWay {

@@ -77,6 +77,7 @@ class Meeting::Waiting final : public Awaited {
            std::to_string(meeting_.topology_.rank) + ")";
   }
   std::vector<int> missing() const override { return certain_ ? missing_() : std::vector<int>(); }
+  std::vector<int> suspects() const override { return certain_ ? std::vector<int>() : missing_(); }
   bool is_outside() const override { return outside_; }
   Stall stall() const override { return meeting_.stall(missing_); }
 
@@ -102,11 +103,13 @@ void Meeting::wait_for_ranks(int ranks, uint64_t target, Value&& value, bool cer
       if (value(r) < target) found.push_back(topology_.local_ranks()[at(r)]);
     return found;
   };
-  if (wait_watched(team_, team_.my_bell(), ready, Waiting(*this, missing, certain, false))) return;
-  const int rank = topology_.local_ranks()[at(late)];
-  throw Timeout(late_text() + "rank " + std::to_string(rank) + (certain ? "" : ", which may wait for another node") +
+  int idle = -1;
+  if (wait_watched(team_, team_.my_bell(), ready, Waiting(*this, missing, certain, false), &idle)) return;
+  const int rank = idle >= 0 ? idle : topology_.local_ranks()[at(late)];
+  const bool is_known = certain || idle >= 0;
+  throw Timeout(late_text() + "rank " + std::to_string(rank) + (is_known ? "" : ", which may wait for another node") +
                     ". Do all ranks make the same calls?",
-                certain ? rank : -1);
+                is_known ? rank : -1);
 }
 
 std::string Meeting::late_text() const {

@@ -279,6 +279,10 @@ bool Plan::uses_network(int lane) const {
   return lanes_[at(lane)].network && !lanes_[at(lane)].network->is_idle();
 }
 
+int Plan::peer_awaited(int lane) const {
+  return lanes_[at(lane)].network ? lanes_[at(lane)].network->waiting_for() : -1;
+}
+
 bool Plan::is_through(int lane) const {
   return lanes_[at(lane)].copied >= step() * layout_.buckets_of_lane(lane).size();
 }

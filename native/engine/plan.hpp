@@ -92,7 +92,8 @@ class Plan {
   // For who holds the lane: whether a bucket is started and not back yet, and whether one is on its way between nodes.
   bool is_under_way(int lane) const;
   bool uses_network(int lane) const;
-  bool is_through(int lane) const;  // likewise: of this execution nothing is left to do
+  int peer_awaited(int lane) const;  // likewise: on another node; -1: none, or it is not known
+  bool is_through(int lane) const;   // likewise: of this execution nothing is left to do
 
   const std::string& name() const { return name_; }
   const std::vector<TensorSpec>& tensors() const { return tensors_; }

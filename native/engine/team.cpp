@@ -15,23 +15,6 @@
 #include "engine/trace.hpp"
 
 namespace keras_hpc {
-namespace {
-
-// What ranks compare, beside how many elements of which dtype they reduce.
-uint64_t tag_of(const std::string& what, const std::vector<int64_t>& shape) {
-  uint64_t tag = what.empty() ? 0 : std::hash<std::string>{}(what);
-  for (const int64_t length : shape) tag = (tag ^ static_cast<uint64_t>(length + 1)) * 0x100000001b3ULL;
-  return tag;
-}
-
-// ", shape (2, 3)"
-std::string text_of(const std::vector<int64_t>& shape) {
-  std::string text;
-  for (const int64_t length : shape) text += (text.empty() ? "" : ", ") + std::to_string(length);
-  return text.empty() ? "" : ", shape (" + text + (shape.size() == 1 ? ",)" : ")");
-}
-
-}  // namespace
 
 Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& options)
     : transport_(std::move(transport)),
@@ -56,6 +39,9 @@ Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& 
   context_.activity = &activity_;
   context_.failure = &*failure_;
   context_.asynchronous_waits = &asynchronous_waits_;
+  // Whoever fails here has not done what the others have, on channels of all.
+  transport_->set_waiting(
+      [this](const auto& ready) { guarded([&] { wait_for_collective(ready, "the making of shared memory"); }); });
   auto* seats = reinterpret_cast<Seat*>(bells + kinds * local);
   seats[topology().local_rank] = Seat::mine();
   barrier();
@@ -111,6 +97,7 @@ void Team::join_threads() {
 // ---- errors
 
 void Team::fail(std::exception_ptr error) {
+  error = failure_->explained(std::move(error));
   std::string text;
   try {
     std::rethrow_exception(error);
@@ -120,6 +107,16 @@ void Team::fail(std::exception_ptr error) {
   transport_->abandon();
   failure_->set(std::move(error));
   withdraw(text.c_str());
+}
+
+void Team::fail_and_throw() {
+  fail(std::current_exception());
+  try {
+    throw;
+  } catch (const NetworkError&) {  // others may know better
+    failure_->throw_if_set();
+    throw;
+  }
 }
 
 // There is an error: when it returns nobody works on any lane any more.
@@ -347,7 +344,7 @@ void Team::serve(int lane) {
   const auto look = [&] {
     failure_->throw_if_set();
     if (lane == 0) {
-      lookout.look_around();
+      lookout.look_around(true);
       look_after_async();
     }
     return lanes_[at(lane)]->network_is_busy.load();
@@ -358,26 +355,19 @@ void Team::serve(int lane) {
   }
 }
 
-void Team::leave() {
-  failure_->leave();
+void Team::look_around() {
+  if (options_.threads > 0 || failure_->is_set()) return;
+  const std::lock_guard lock(looking_mutex_);
+  if (!idle_lookout_) idle_lookout_.emplace(*failure_);
+  try {
+    idle_lookout_->look_around(false);
+  } catch (const Error&) {
+    fail(std::current_exception());
+  }
 }
 
-void Team::allreduce(void* data, int64_t count, DType dtype, Op op, std::optional<DType> wire, std::optional<Path> path,
-                     const std::string& what, const std::vector<int64_t>& shape) {
-  if (topology().size == 1) return;
-  const bool mean = op == Op::mean;
-  if (mean && (dtype == DType::int32 || dtype == DType::int64))
-    throw Error("The mean of integers is not an integer. Expected op sum, min or max.");
-  throw_if_failed();
-  try {
-    ++activity_.calls;
-    allreduce_->run(data, static_cast<size_t>(count), dtype, op, wire, path, tag_of(what, shape));
-  } catch (const Disagreement& e) {  // on all ranks, before any data moved: the team can go on
-    explain("\n" + (what.empty() ? "allreduce" : what) + ": " + e.mine + text_of(shape), e);
-  } catch (const std::exception&) {
-    fail(std::current_exception());
-    throw;
-  }
+void Team::leave() {
+  failure_->leave();
 }
 
 }  // namespace keras_hpc

@@ -4,6 +4,7 @@
 #pragma once
 #include <atomic>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -128,6 +129,9 @@ class Team {
   // For who may have given the engine memory before: when it throws, no thread of the engine works on it any more.
   void throw_if_failed() const;
   Lookout lookout() const { return Lookout(*failure_); }  // for who waits for other ranks outside of the engine
+  // For a thread of the program's that does so about once a second: a team without threads else hears what other nodes
+  // tell, and passes it on, only where this rank waits in it. An error is told to whoever uses the team next.
+  void look_around();
   // This rank has no more work for the team: ranks of this node that still wait for it get an error at once.
   void leave();
 
@@ -151,6 +155,7 @@ class Team {
     void* arg;
     Clock::time_point begin;
     Lookout lookout;
+    WaitedTime time = {};
     std::shared_ptr<Activity::Note> stall = nullptr;  // once it takes long
   };
   class TensorWait;
@@ -169,10 +174,10 @@ class Team {
     try {
       return f();
     } catch (const std::exception&) {
-      fail(std::current_exception());
-      throw;
+      fail_and_throw();
     }
   }
+  [[noreturn]] void fail_and_throw();  // the exception that is being handled
   void await_lanes() const;
   void withdraw(const char* why);
   void join_threads();
@@ -180,10 +185,11 @@ class Team {
   auto sharing(F&& f) -> decltype(f());
   template <class F>
   void in_turn(F&& collective);
-  void wait_for_collective(Pending& pending, const char* what);
+  void wait_for_collective(const std::function<bool()>& ready, const char* what);
   void meet(const std::string& text, const std::string& label);
   [[noreturn]] void explain(const std::string& text, const PlanMismatch& disagreement);
-  Timeout late(const Plan& plan, int tensor) const;
+  Timeout late(const Plan& plan, int tensor, int idle) const;
+  int peer_awaited(const Plan& plan) const;
 
   std::unique_ptr<Transport> transport_;
   TeamOptions options_;
@@ -191,6 +197,8 @@ class Team {
   std::mutex control_mutex_;
   std::unique_ptr<Segment> bells_;
   std::optional<Failure> failure_;
+  std::mutex looking_mutex_;
+  std::optional<Lookout> idle_lookout_;  // of look_around
   Activity activity_;
   TeamContext context_;
   std::vector<std::unique_ptr<Lane>> lanes_;

@@ -35,8 +35,22 @@ class Team::TensorWait final : public Awaited {
   TensorWait(const Team& team, const Plan& plan, int tensor, Clock::time_point since)
       : team_(team), plan_(plan), tensor_(tensor), since_(since) {}
   std::string name() const override { return plan_.describe(tensor_); }
-  std::vector<int> missing() const override { return plan_.missing_ranks(tensor_); }
+  // Who has its own slices, and waits for a neighbour's that waits for another node, does not know for whom.
+  std::vector<int> missing() const override {
+    const Topology& topology = team_.topology();
+    std::vector<int> found = plan_.missing_ranks(tensor_);
+    const auto is_near = [&](int rank) { return topology.is_local(rank); };
+    const bool waits_itself = plan_.owes_slice(tensor_, topology.rank);
+    if (topology.node_count > 1 && !waits_itself && std::none_of(found.begin(), found.end(), is_near)) found.clear();
+    return found;
+  }
   bool needs(int rank) const override { return plan_.owes_slice(tensor_, rank); }
+  std::vector<int> suspects() const override {
+    std::vector<int> found;
+    for (const int rank : team_.topology().local_ranks())
+      if (rank != team_.topology().rank && plan_.owes_slice(tensor_, rank)) found.push_back(rank);
+    return found;
+  }
   bool is_outside() const override {
     for (int lane = 0; team_.options_.threads == 0 && lane < static_cast<int>(team_.lanes_.size()); ++lane)
       if (team_.lanes_[at(lane)]->network_is_busy) return true;
@@ -66,7 +80,9 @@ void Team::await(Plan& plan, int tensor) {
     return plan.is_complete(tensor);
   };
   Bell& bell = context_.callers[topology().local_rank];
-  if (!wait_watched(context_, bell, ready, TensorWait(*this, plan, tensor, Clock::now()))) throw late(plan, tensor);
+  int idle = -1;
+  if (!wait_watched(context_, bell, ready, TensorWait(*this, plan, tensor, Clock::now()), &idle))
+    throw late(plan, tensor, idle);
   // Who was to be woken for what has come just now was this thread.
   progress_all();
 }
@@ -87,18 +103,34 @@ bool Team::wait_all_async(Plan& plan, void (*done)(void*, const char*), void* ar
   return true;
 }
 
-Timeout Team::late(const Plan& plan, int tensor) const {
-  const std::vector<int> missing = plan.missing_ranks(tensor);
-  // Of other nodes all ranks are listed, so one of them is the culprit only if it is the only one.
-  const auto other = std::find_if(missing.begin(), missing.end(), [&](int rank) {
-    const auto& local = topology().local_ranks();
-    return rank != topology().rank &&
-           (missing.size() == 1 || std::find(local.begin(), local.end(), rank) != local.end());
-  });
+Timeout Team::late(const Plan& plan, int tensor, int idle) const {
+  std::vector<int> missing = plan.missing_ranks(tensor);
+  const auto is_near = [this](int rank) { return topology().is_local(rank); };
+  const auto near =
+      std::find_if(missing.begin(), missing.end(), [&](int rank) { return rank != topology().rank && is_near(rank); });
+  int culprit = near == missing.end() ? -1 : *near;
+  if (topology().node_count > 1 && std::none_of(missing.begin(), missing.end(), is_near)) {
+    culprit = idle >= 0 ? idle : plan.owes_slice(tensor, topology().rank) ? peer_awaited(plan) : -1;
+    const auto neighbours = TensorWait(*this, plan, tensor, Clock::now()).suspects();
+    if (culprit < 0 && missing.size() == 1 && neighbours.empty()) culprit = missing[0];
+    missing.insert(missing.end(), neighbours.begin(), neighbours.end());
+    if (culprit >= 0) missing = {culprit};
+    std::sort(missing.begin(), missing.end());
+  }
   return Timeout(plan.describe(tensor) + ": after " + std::to_string(static_cast<int>(options_.timeout_seconds)) +
                      " s not every rank has started it. Missing, as far as this rank sees: rank " + joined(missing) +
                      ". Do all ranks run the same number of steps?",
-                 other == missing.end() ? -1 : *other);
+                 culprit);
+}
+
+// Of another node, whose message this rank waits for.
+int Team::peer_awaited(const Plan& plan) const {
+  for (int lane = 0; lane < static_cast<int>(lanes_.size()); ++lane) {
+    const std::unique_lock lock(lanes_[at(lane)]->mutex, std::try_to_lock);
+    const int peer = lock.owns_lock() ? plan.peer_awaited(lane) : -1;
+    if (peer >= 0 && peer != topology().rank) return peer;
+  }
+  return -1;
 }
 
 bool Team::complete_async() {
@@ -132,11 +164,15 @@ bool Team::complete_async() {
 void Team::look_after_async() {
   const std::lock_guard lock(async_mutex_);
   for (AsyncWait& wait : async_) {
+    const double left = options_.timeout_seconds - wait.time.seconds();
     if (wait.plan->is_complete(wait.tensor)) continue;
     const TensorWait awaited(*this, *wait.plan, wait.tensor, wait.begin);
     wait.lookout.look(awaited);
-    const double left = options_.timeout_seconds - seconds_since(wait.begin);
-    if (left < 0 && left < -wait.lookout.hearing_seconds(awaited)) throw late(*wait.plan, wait.tensor);
+    const int idle = left < 0 ? wait.lookout.idle_suspect(awaited) : -1;
+    if (left < 0 && (idle >= 0 || left < -wait.lookout.hearing_seconds(awaited))) {
+      wait.lookout.look_at_blame(awaited);
+      throw late(*wait.plan, wait.tensor, idle);
+    }
     if (!wait.stall && seconds_since(wait.begin) > options_.stall_seconds)
       wait.stall = std::make_shared<Activity::Note>(activity_, awaited.stall());
   }

@@ -69,7 +69,7 @@ struct Functions {
     char text[2048] = {};
     int length = 0;
     Error_string(code, text, &length);
-    throw Error(std::string(call) + ": " + text);
+    throw NetworkError(std::string(call) + ": " + text);
   }
 
  private:

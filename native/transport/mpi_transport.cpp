@@ -124,7 +124,8 @@ struct Descriptor {
 
 // Collective: the numbers of all ranks.
 using Numbers = std::vector<int64_t>;
-Numbers gather(Channel& channel, size_t ranks, const Numbers& mine, double time_limit) {
+Numbers gather(Channel& channel, size_t ranks, const Numbers& mine, double time_limit,
+               const Transport::Waiting& waiting = {}) {
   struct Message {
     Numbers mine, all;
   };
@@ -132,9 +133,10 @@ Numbers gather(Channel& channel, size_t ranks, const Numbers& mine, double time_
   Pending pending(message);
   pending.add(channel.allgather(message->mine.data(), message->all.data(),
                                 std::vector<size_t>(ranks, mine.size() * sizeof(int64_t))));
-  const auto begin = Clock::now();
+  if (waiting) waiting([&] { return pending.test(); });
+  WaitedTime time;
   while (!pending.test()) {
-    if (seconds_since(begin) > time_limit)
+    if (time.seconds() > time_limit)
       throw Timeout("Waited " + std::to_string(static_cast<int>(time_limit)) +
                     " s for the other ranks in making shared memory: not every rank arrived.");
     std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -187,7 +189,7 @@ class MpiTransport final : public Transport {
       }
     }
     const auto ranks = static_cast<size_t>(topology().size);
-    const Numbers offers = gather(channel, ranks, {offer.pid, offer.descriptor}, time_limit());
+    const Numbers offers = gather(channel, ranks, {offer.pid, offer.descriptor}, time_limit(), waiting());
     std::byte* data = nullptr;
     bool reserved = false;
     if (error.empty()) {
@@ -209,7 +211,7 @@ class MpiTransport final : public Transport {
         error = e.what();
       }
     }
-    const Numbers done = gather(channel, ranks, {reserved}, time_limit());
+    const Numbers done = gather(channel, ranks, {reserved}, time_limit(), waiting());
     for (size_t r = 0; r < done.size(); ++r) {
       if (done[r]) continue;
       if (data != nullptr) unmap_shared_file(data, nbytes);

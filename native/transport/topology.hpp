@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <vector>
 
@@ -22,6 +23,7 @@ struct Topology {
   static Topology make(int rank, const std::vector<int>& node_of_rank);
 
   const std::vector<int>& local_ranks() const { return ranks_of_node[static_cast<size_t>(node)]; }
+  bool is_local(int rank) const { return std::binary_search(local_ranks().begin(), local_ranks().end(), rank); }
   int local_size() const { return static_cast<int>(local_ranks().size()); }
   // Whether each node has one branch of the tree over all ranks that algorithms/kernels.hpp describes, in their order.
   bool nodes_are_branches() const;

@@ -4,7 +4,9 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "common/dtype.hpp"
@@ -54,6 +56,10 @@ class Transport {
   // Of waits for other ranks, in making segments.
   void set_time_limit(double seconds) { time_limit_ = seconds; }
 
+  // How to wait for other ranks in making segments: returns once `ready` does, or throws.
+  using Waiting = std::function<void(const std::function<bool()>& ready)>;
+  void set_waiting(Waiting waiting) { waiting_ = std::move(waiting); }
+
   // Its ranks have failed: messages may come that nobody receives. No channel may get them that is made later.
   virtual void abandon() {}
 
@@ -71,10 +77,12 @@ class Transport {
  protected:
   explicit Transport(Topology topology) : topology_(std::move(topology)) {}
   double time_limit() const { return time_limit_; }
+  const Waiting& waiting() const { return waiting_; }  // empty: nobody has said
 
  private:
   Topology topology_;
   double time_limit_ = 60;
+  Waiting waiting_;
 };
 
 }  // namespace keras_hpc

@@ -112,6 +112,13 @@ void give_up(Team& team, int rank, int late_ms) {
   team.set_time_limit(rank == 0 ? 0.02 : 0.1);
   std::vector<float> a(100000, 1), b(1000, 1);
   std::thread waiter, starter([&] { start_until_told(team, *third); });
+  std::atomic<bool> over{false};
+  std::thread looker([&] {  // as Python's watchdog does
+    while (!over) {
+      team.look_around();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
   if (rank == 0) {
     waiter = std::thread([&] {
       try {
@@ -133,6 +140,8 @@ void give_up(Team& team, int rank, int late_ms) {
   }
   a.assign(100000, 3);
   team.close();
+  over = true;
+  looker.join();
   starter.join();
   if (rank == 0) waiter.join();
 }

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -94,6 +95,8 @@ def gone(what, threads, victim=size - 1, late=False):
             team.barrier()
         elif what == "call":
             team.allreduce(x, "float32", "sum")
+        elif what == "memory":
+            team.empty(100_000)
         else:
             team.broadcast(x, victim)
         say("got a result of a rank that is not there")
@@ -125,6 +128,38 @@ def forked():
     keras_hpc.finalize()
 
 
+def suspended():
+    """All ranks are stopped for longer than their time limit, as by a batch system: nobody is late then."""
+    import keras_hpc
+
+    keras_hpc.init(timeout_seconds=4, stall_seconds=2)
+    if rank == 0:
+        everyone = " ".join(map(str, comm.gather(os.getpid())))
+        subprocess.Popen(["sh", "-c", f"sleep 1; kill -STOP {everyone}; sleep 9; kill -CONT {everyone}"])
+    else:
+        comm.gather(os.getpid())
+        for _ in range(25):  # so that its sleep is not over when it goes on
+            time.sleep(0.1)
+    assert np.all(keras_hpc.allreduce(np.ones(1000, np.float32), "sum") == size)
+    say("went on")
+    keras_hpc.finalize()
+
+
+def without_threads():
+    """Rank 0 gives up; the others wait for nothing, and have no threads of the engine that would hear of it."""
+    import keras_hpc
+
+    keras_hpc.init(threads_per_team=0, timeout_seconds=1 if rank == 0 else 60)
+    if rank > 0:
+        time.sleep(9)
+    begin = time.monotonic()
+    try:
+        keras_hpc.barrier()
+        say("has met the others")
+    except keras_hpc.CommunicationError as error:
+        say(f"after {time.monotonic() - begin:.1f} s: {error}")
+
+
 def apart():
     """Containers: ranks of one host that do not see each other's processes."""
     team = team_with(20.0)
@@ -143,9 +178,12 @@ if how == "late-message":
     late_message(float(sys.argv[2]))
 elif how in ("killed", "late"):
     gone(sys.argv[2], *map(int, sys.argv[3:]), late=how == "late")
-elif how == "forked":
-    forked()
+elif how in ("forked", "suspended"):
+    {"forked": forked, "suspended": suspended}[how]()
     sys.exit(0)
+elif how == "without-threads":
+    without_threads()
+    time.sleep(12)  # until the others have said theirs, too
 else:
     apart()
 sys.stdout.flush()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import stat
 import sys
@@ -36,6 +37,8 @@ _LAST_WORD_SECONDS = 2.0
 # What the engine has to end a wait after timeout_seconds.
 _GRACE_SECONDS = 3.0
 _CLOSE_SECONDS = 5.0
+# Between two turns of the thread: if it is more, the process was stopped, as when a batch system suspends a job.
+_STOPPED_SECONDS = 5.0
 
 
 class Watchdog:
@@ -66,6 +69,8 @@ class Watchdog:
         self._heard = threading.Event()  # rank 0 has said so
         self._closing = threading.Event()
         self._closed: set[int] = set()  # ranks that send nothing any more
+        self._looked_at = time.monotonic()
+        self._went_on_at = -math.inf  # after it was stopped
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="keras_hpc watchdog", daemon=True)
         self._thread.start()
@@ -152,14 +157,20 @@ class Watchdog:
                         self._send(rank, "close")
 
     def _look(self) -> None:
-        """At this rank's own waits."""
+        """At this rank's own waits, and at what others tell of teams that have no thread to hear it."""
         now = time.monotonic()
+        if now - self._looked_at > _STOPPED_SECONDS:
+            self._went_on_at = now
+        self._looked_at = now
+        for team in self._job.all_teams:
+            if team.rank >= 0:
+                team.native.look_around()
         for stall in stalls_of(self._job.all_teams):
             if stall.key not in self._told:
                 self._told.add(stall.key)
                 self._unheard_since = now if self._job.rank != 0 else None
                 self._send(0, "stall", stall=dataclasses.asdict(stall))
-            if stall.seconds > self._job.timeout_seconds + _GRACE_SECONDS:
+            if min(stall.seconds, now - self._went_on_at) > self._job.timeout_seconds + _GRACE_SECONDS:
                 self._end(f"it waited {stall.seconds:.0f} s in {report.where_text(stall)}, where no error can end it.")
         for stall in resolved_of(self._job.all_teams):
             if stall.key in self._told:
