@@ -132,7 +132,7 @@ class Called(keras.losses.Loss):
         self.kind = kind
 
     def __call__(self, y_true, y_pred, sample_weight=None):
-        assert str(y_true.dtype).endswith("int32")  # as in a call of Keras
+        assert keras.backend.standardize_dtype(y_true.dtype) == "int32"  # as in a call of Keras
         targets = ops.cast(y_true, y_pred.dtype)
         if self.kind == "contrastive":
             return ops.mean(contrastive(targets, y_pred))
