@@ -35,6 +35,9 @@ SET_MASK = "keras.src.backend:set_keras_mask"
 FUNCTION = "keras.src.ops.function:Function"
 FUNCTIONAL = "keras.src.models.functional:Functional"
 
+# The module in which a backend draws random numbers, by its name.
+RANDOM = "keras.src.backend.{}.random"
+
 # The module of convolutions on PyTorch.
 TORCH_FUNCTIONS = "keras.src.backend.torch.nn"
 

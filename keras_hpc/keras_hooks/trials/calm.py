@@ -25,7 +25,7 @@ def layers() -> Iterator[None]:
 
     Only in this thread: others may read samples.
     """
-    random = keras_private.module(f"keras.src.backend.{keras.backend.backend()}.random")
+    random = keras_private.module(keras_private.RANDOM.format(keras.backend.backend()))
     thread = threading.get_ident()
     owners: list[tuple[Any, str, Callable[..., Any]]] = [
         (random, "normal", _normal),
