@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 STOPPED = 6.0  # seconds
 SEEN_IN = 12.0  # seconds, at most, from a failure that has nothing to do with a time limit
+IN_MPI = "broadcast", "allgather", "alltoall"  # calls in which this rank waits for MPI, which names nobody
 STEPS = 20  # of teams of which nothing fails
 
 
@@ -109,8 +110,9 @@ def faults(one: Round, told: list[Told], real_nodes: list[int]) -> list[str]:
         if set(ended) != expected:
             found.append(f"team {team}: ranks {sorted(expected - set(ended))} have said nothing")
         vague = _nobody_knows(one, list(ended.values()), nodes)
+        in_mpi = {rank for rank, t in ended.items() if t.doing in IN_MPI}
         for t in ended.values():
-            problem = _fault(one, t, vague=vague)
+            problem = _fault(one, t, vague, in_mpi)
             if problem:
                 found.append(f"{problem}: {t}")
     return found
@@ -126,7 +128,7 @@ def _nobody_knows(one: Round, told: list[Told], nodes: list[int]) -> bool:
     return alone or by_mpi or len(set(one.timeouts)) > 1
 
 
-def _fault(one: Round, told: Told, *, vague: bool) -> str:
+def _fault(one: Round, told: Told, vague: bool, in_mpi: set[int]) -> str:
     if not one.fails(told.team):
         return "" if told.text == "done" else "an error where nothing failed"
     if told.text == "done":
@@ -143,6 +145,7 @@ def _fault(one: Round, told: Told, *, vague: bool) -> str:
     if told.seconds > limit:
         return "late"
     named = re.findall(r"rank ([\d, ]*\d)\b(?! has given up|\))", told.text)
-    known = named and str(one.victim) in named[-1].split(", ")
+    # Whom MPI lets wait for the victim, some ranks take for the one that is late.
+    known = named and {one.victim, *in_mpi} & set(map(int, named[-1].split(", ")))
     clear = known or (vague and re.search("tells of itself|not every rank|may wait|given up|a message from", told.text))
     return "" if clear else "names another rank"
