@@ -46,7 +46,7 @@ class Round:
 def draw(seed: int, number: int, size: int, *, last: bool, own_nodes: bool, kinds: str = "") -> Round:
     """Return what happens in a round; `own_nodes`: nodes may be others than those of MPI."""
     chance = random.Random(f"{seed} {number}")
-    usual = ["stop", "stop", "stop", "late", "raise", "close", "fork", "pause"]
+    usual = ["stop", "stop", "stop", "late", "raise", "close", "pause"]
     kind = chance.choice(kinds.split(",") if kinds else usual)
     kind = "kill" if last else kind
     victim = chance.randrange(size)
@@ -110,7 +110,8 @@ def faults(one: Round, told: list[Told], real_nodes: list[int]) -> list[str]:
         if set(ended) != expected:
             found.append(f"team {team}: ranks {sorted(expected - set(ended))} have said nothing")
         vague = _nobody_knows(one, list(ended.values()), nodes)
-        in_mpi = {rank for rank, t in ended.items() if t.doing in IN_MPI}
+        in_mpi = {rank for rank, t in ended.items() if t.doing in IN_MPI} - {one.victim}
+        vague = vague or bool(in_mpi)
         for t in ended.values():
             problem = _fault(one, t, vague, in_mpi)
             if problem:

@@ -26,7 +26,8 @@ WAYS = {
     "two nodes, TCP": _NODES | {"UCX_TLS": "tcp,self"},
     "a node for each rank": {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "^cma"},
 }
-# Memory that is freed or new has no zeros, and each free looks at what lies around it.
+# Memory that is freed or new has no zeros, and each free looks at what lies around it. In a forked child of several
+# threads this allocator of glibc may wait for ever, in the fork itself.
 HEAP = {"LD_PRELOAD": "libc_malloc_debug.so.0", "MALLOC_CHECK_": "3", "MALLOC_PERTURB_": "165"}
 
 
@@ -35,7 +36,8 @@ def play(folder, seed, way, rounds=ROUNDS, kinds=""):
     folder.mkdir()
     size = random.Random(seed).choice([2, 3, 3, 4, 4])
     env = child_environment("jax", WAYS[way] | {"KINDS": kinds}, lean=True)
-    command = ["env", *(f"{name}={value}" for name, value in HEAP.items()), sys.executable]
+    heap = {} if kinds == "fork" else HEAP
+    command = ["env", *(f"{name}={value}" for name, value in heap.items()), sys.executable]
     survivor = ["sh", "-c", SURVIVOR, "sh", str(folder)]
     done = launch(size, [*survivor, *command, str(SCRIPT), str(folder), str(seed), str(rounds)], timeout=600, env=env)
     found = [f"left {done.leaked_processes} behind"] if done.leaked_processes else []
@@ -61,5 +63,5 @@ def test_ranks_that_fail_at_random_moments(way, tmp_path):
     source = random.Random()
     for number in range(JOBS):
         seed = source.randrange(10**6)
-        found, output = play(tmp_path / str(number), seed, way)
+        found, output = play(tmp_path / str(number), seed, way, kinds="fork" if number % 4 == 3 else "")
         assert not found, "\n".join([*found, output[-4000:]])
