@@ -229,6 +229,17 @@ def unhooked() -> Iterator[None]:
             _in_local -= 1
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Do as `unhooked`, where other ranks do not do the same: what would wait for them is an error."""
+    _local.alone = True
+    try:
+        with unhooked():
+            yield
+    finally:
+        _local.alone = False
+
+
 def is_local() -> bool:
     """Return whether this thread is inside `local()`."""
     return getattr(_local, "depth", 0) > 0
@@ -286,6 +297,8 @@ def team_number(team: Any) -> Team:
     Raises:
         ValueError: there is no such team.
     """
+    if getattr(_local, "alone", False):
+        raise RuntimeError("keras_hpc tries something on this rank alone, so ranks cannot communicate in it")
     teams = job().teams
     if not isinstance(team, int) or not 0 <= team < len(teams):
         raise ValueError(

@@ -96,7 +96,7 @@ def is_own(owner: type) -> bool:
 
 
 def ask(metric: Any, merge: Callable[[Any, Sequence[np.ndarray]], list[Any]]) -> Answer | None:
-    """Try a metric, which stays as it is. Without communication.
+    """Try a metric, which stays as it is. Without communication: one that asks other ranks is not tried.
 
     Args:
         metric: of a class of the user's own.
@@ -104,12 +104,13 @@ def ask(metric: Any, merge: Callable[[Any, Sequence[np.ndarray]], list[Any]]) ->
             (2, *shape); returns the values that ranks make of them.
 
     Returns:
-        What it says, or None if nobody knows: it was given no samples, or random numbers, or it cannot be tried.
+        What it says, or None if nobody knows: it was given no samples, or random numbers, it asks other ranks, or cannot be tried.
     """
-    if not is_own(type(metric)) or metric not in _given:
+    # A model in parts, which a metric may call, exchanges rows with other ranks.
+    if not is_own(type(metric)) or metric not in _given or current.job().group is not None:
         return None
     found = None
-    with current.unhooked(), unchanged.attributes(_all(metric)), backends.current().outside_programs():
+    with current.alone(), unchanged.attributes(_all(metric)), backends.current().outside_programs():
         for parts, scale in itertools.product(_PARTS, _SECOND):
             try:
                 answer = _compare(metric, merge, parts, scale)
@@ -123,7 +124,7 @@ def ask(metric: Any, merge: Callable[[Any, Sequence[np.ndarray]], list[Any]]) ->
 
 def _compare(metric: Any, merge: Callable[..., list[Any]], parts: tuple[int, int], scale: float) -> Answer | None:
     first = _samples(metric, parts[0], 0, 1.0)
-    second = _samples(metric, parts[1], parts[0], scale)
+    second = _samples(metric, parts[1], 2 * parts[0], scale)
     total = made_up.ROWS * sum(parts)
     states = []
     for samples, count in zip((first, second), parts, strict=True):
@@ -182,7 +183,8 @@ def _samples(metric: Any, batches: int, seed: int, scale: float) -> tuple[Any, A
         if not isinstance(leaf, _Spec):
             return leaf
         place = next(places)  # targets and predictions are not to be equal
-        made = np.concatenate([made_up.samples(leaf, 2 * (seed + number) + place) for number in range(batches)])
+        parts = [made_up.samples(leaf, seed + 2 * number, place=place) for number in range(batches)]
+        made = np.concatenate(parts)
         made = made * made.dtype.type(scale) if made.dtype.kind == "f" else made
         return keras.ops.convert_to_tensor(made, dtype=leaf.dtype)
 

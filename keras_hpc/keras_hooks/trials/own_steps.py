@@ -74,7 +74,7 @@ def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     *verdict, kinds, why = _verdict(model, rest, batch)
     everyone = np.array([*verdict, *(kinds or [metric_kinds.UNKNOWN] * len(told))], np.float64)
     team = current.team_of(model)
-    team.allreduce(everyone, op="max")
+    team.allreduce(everyone, op="max", what="what a train_step does")
     _report(model, int(everyone[0]), everyone[1], why)
     found = everyone[3:].astype(int).tolist()
     metric_kinds.tell(model, "train_step", told, found)
