@@ -104,7 +104,8 @@ def ask(metric: Any, merge: Callable[[Any, Sequence[np.ndarray]], list[Any]]) ->
             (2, *shape); returns the values that ranks make of them.
 
     Returns:
-        What it says, or None if nobody knows: it was given no samples, or random numbers, it asks other ranks, or cannot be tried.
+        What it says, or None if nobody knows: it was given no samples, draws random numbers, asks other ranks, or
+        cannot be tried.
     """
     # A model in parts, which a metric may call, exchanges rows with other ranks.
     if not is_own(type(metric)) or metric not in _given or current.job().group is not None:
