@@ -12,14 +12,12 @@ clips their mean (see clipping.py).
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import numpy as np
 
 from keras_hpc.job import current, log
 from keras_hpc.keras_hooks import keras_private, running
-from keras_hpc.keras_hooks.state import normalization, variables
 from keras_hpc.keras_hooks.trials import calm, made_up, metric_kinds, tries
 from keras_hpc.keras_hooks.trials.tries import Tries
 
@@ -113,47 +111,17 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool,
     if not all(layer.built for layer in model._flatten_layers()):
         return _UNKNOWN, 0.0, False, [], ""
     try:
-        samples = made_up.batch(batch)
         with tries.unchanged_model(model):
-            twin = tries.twin_step(model)
-            trials = Tries(model, rest, twin), Tries(model, rest, None)
-            first = _DRAWS if variables.seed_generators(model) else 2
-            given = samples, tries.joined(samples, samples)
-            one_of_two, alone = (trial.norms(data, first) for trial, data in zip(trials, given, strict=True))
-            noisy = bool((one_of_two != one_of_two[0]).any())  # also where no layer draws the random numbers
-            while noisy and len(alone) < _MOST_DRAWS and (len(alone) < _DRAWS or not _sure(one_of_two, alone)):
-                one_of_two, alone = (
-                    np.concatenate([had, trial.norms(data, _DRAWS)])
-                    for had, trial, data in zip((one_of_two, alone), trials, given, strict=True)
-                )
-            moved = trials[0].moved, trials[1].moved
-            metrics = metric_kinds.of_model(model)
-            kinds = [metric_kinds.kind_of(metric, *moved) for metric in metrics]
-            adds_up = can_be_cut = limits = False
-            needs_calm = noisy or any(map(normalization.is_normalization, model._flatten_layers()))
-            with calm.layers() if needs_calm else contextlib.nullcontext():
-                cut = (Tries(model, rest, twin), Tries(model, rest, None)) if needs_calm else trials
-                if not needs_calm or (_is_same(cut[0], samples) and _is_same(cut[1], given[1])):
-                    # Parts of a batch say what ranks do, but not where a step asks all ranks.
-                    can_be_cut = not cut[1].communicates
-                if can_be_cut:
-                    adds_up, of_parts = _adds_up(model, *cut, samples, batch)
-                    kinds = [
-                        metric_kinds.checked(metric, kind, of_parts, tries.tolerance(model))
-                        for metric, kind in zip(metrics, kinds, strict=True)
-                    ]
-            if not is_keras_own(model):
-                large = Tries(model, rest, twin, _LARGE), Tries(model, rest, None, _LARGE)
-                limits = _are_limited(large[1].norms(given[1], len(alone)) / _LARGE, alone)
-                # Those of each sample that are limited by themselves have a mean like any other.
-                limits = limits and not (adds_up and _adds_up(model, *large, samples, batch)[0])
-            # What limits gradients makes no means of them, whatever the loss.
-            together = can_be_cut and not limits and not adds_up
+            with calm.layers():
+                norms, noisy, kinds, adds_up, limits = _without_chance(model, rest, batch)
+            if noisy:
+                norms, kinds = _by_chance(model, rest, batch)
     except Exception as error:  # noqa: BLE001  it may refuse made-up samples; what is wrong with it, it raises again
         text = next(iter(str(error).splitlines()), "")[:_SHOWN]
         return _UNKNOWN, 0.0, False, [], f" (made-up samples could not tell: {type(error).__name__}: {text})"
-    found = (_TOGETHER if together else _FINE), 1.0
-    for ours, theirs in zip(*(np.sqrt(np.mean(norms**2, axis=0)) for norms in (one_of_two, alone)), strict=True):
+    # What limits gradients makes no means of them, whatever the loss.
+    found = (_TOGETHER if adds_up is False and not limits else _FINE), 1.0
+    for ours, theirs in zip(*(np.sqrt(np.mean(of_draws**2, axis=0)) for of_draws in norms), strict=True):
         if not ours > 0 or not np.isfinite([ours, theirs]).all():
             continue
         ratio = float(theirs / ours)
@@ -164,6 +132,60 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool,
             verdict = next((v for v, r in ((_FINE, 1), (_SUM, 2)) if abs(ratio - r) < made_up.TOLERANCE), _NEITHER)
         found = max(found, (verdict, ratio))
     return (*found, limits, kinds, "")
+
+
+def _without_chance(
+    model: Any, rest: list[Any], batch: Any
+) -> tuple[list[np.ndarray], bool, list[int], bool | None, bool]:
+    """Return what steps give that draw constants only.
+
+    Returns:
+        The norms of the gradients of one of two ranks, and of one rank that has the samples of both; whether they are
+        random all the same; what metrics get; whether gradients add up (None: nobody knows); whether they are limited.
+    """
+    samples = made_up.batch(batch)
+    trials = _Trials(model, rest, samples)
+    norms = trials.norms(2)
+    noisy = any((of_draws != of_draws[0]).any() for of_draws in norms)
+    metrics, kinds, adds_up, limits = metric_kinds.of_model(model), trials.kinds(), None, False
+    # Parts of a batch say what ranks do, but not where a step draws numbers or asks all ranks.
+    if not noisy and not trials.alone.communicates:
+        adds_up, moved = _adds_up(trials, batch)
+        limit = tries.tolerance(model)
+        kinds = [metric_kinds.checked(m, kind, moved, limit) for m, kind in zip(metrics, kinds, strict=True)]
+    if not is_keras_own(model):
+        large = _Trials(model, rest, samples, _LARGE)
+        _, of_large = large.norms(_DRAWS if noisy else 2)
+        # Those of each sample that are limited by themselves have a mean like any other.
+        limits = _are_limited(of_large / _LARGE, norms[1]) and not (adds_up and _adds_up(large, batch)[0])
+    return norms, noisy, kinds, adds_up, limits
+
+
+def _by_chance(model: Any, rest: list[Any], batch: Any) -> tuple[list[np.ndarray], list[int]]:
+    """Return the same norms, of as many draws as tell them apart, and what metrics get."""
+    trials = _Trials(model, rest, made_up.batch(batch))
+    norms = trials.norms(_DRAWS)
+    while len(norms[0]) < _MOST_DRAWS and not _sure(*norms):
+        norms = [np.concatenate(pair) for pair in zip(norms, trials.norms(_DRAWS), strict=True)]
+    return norms, trials.kinds()
+
+
+class _Trials:
+    """Trials of a step on samples: as one of two ranks that both have them, and as one rank that has them twice."""
+
+    def __init__(self, model: Any, rest: list[Any], samples: Any, factor: float = 1.0) -> None:
+        self.model, self.samples = model, samples
+        self.rank = Tries(model, rest, tries.twin_step(model), factor)
+        self.alone = Tries(model, rest, None, factor)
+
+    def norms(self, draws: int) -> list[np.ndarray]:
+        """Return, for each draw, the norm of the gradients of each `apply`, of both."""
+        return [self.rank.norms(self.samples, draws), self.alone.norms(tries.joined(self.samples, self.samples), draws)]
+
+    def kinds(self) -> list[int]:
+        """Return what metrics get."""
+        metrics = metric_kinds.of_model(self.model)
+        return [metric_kinds.kind_of(metric, self.rank.moved, self.alone.moved) for metric in metrics]
 
 
 def _are_limited(large: np.ndarray, alone: np.ndarray) -> bool:
@@ -182,17 +204,12 @@ def _sure(one_of_two: np.ndarray, alone: np.ndarray) -> bool:
     return bool(((distance > _SURE * error) | ~np.isfinite(error)).all())
 
 
-def _is_same(trial: Tries, samples: Any) -> bool:
-    """Return whether a step gives the same once more."""
-    one, other = trial.norms(samples, 2)
-    return bool((one == other).all())
-
-
-def _adds_up(model: Any, rank: Tries, alone: Tries, samples: Any, batch: Any) -> tuple[bool, list[dict[int, Any]]]:
+def _adds_up(trials: _Trials, batch: Any) -> tuple[bool, list[dict[int, Any]]]:
     """Return whether the gradients of two parts of a batch have those of the batch as their mean.
 
     And by how much variables of metrics have moved for each part, and for both together.
     """
+    rank, alone, samples = trials.rank, trials.alone, trials.samples
     others = tries.other_samples(rank, samples, batch)
     halves, moved = [], []
     for part in (samples, others):
@@ -200,5 +217,5 @@ def _adds_up(model: Any, rank: Tries, alone: Tries, samples: Any, batch: Any) ->
         moved.append(rank.last)
     whole = alone.projections(tries.joined(samples, others))
     moved.append(alone.last)
-    limits = tries.tolerance(model) * np.abs([*halves, whole]).max(axis=(0, 2), initial=0)
+    limits = tries.tolerance(trials.model) * np.abs([*halves, whole]).max(axis=(0, 2), initial=0)
     return not (np.abs(sum(halves) / 2 - whole).max(axis=1, initial=0) > limits).any(), moved
