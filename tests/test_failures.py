@@ -88,6 +88,21 @@ def test_a_rank_that_fails_in_the_middle_of_a_call_ends_the_job(how, nodes, run_
 
 
 @pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("leave", r"rank 1 has reached the end of its script, or called finalize, and others wait for it in allr"),
+        ("exit", r"rank 1 ends the job: sys.exit\(7\) while other ranks go on"),
+    ],
+)
+def test_a_rank_that_leaves_alone_is_named_on_other_nodes(how, why, run_ranks):
+    """The engine sees who has left on its own node only."""
+    env = {"MPIR_CVAR_NUM_CLIQUES": "2"}
+    done = run_ranks(2, [RANKS / "fail_calls.py", how], backend="jax", env=env, expect_failure=True)
+    assert re.search(why, done.output), done.output
+    check_end(done)
+
+
+@pytest.mark.parametrize(
     ("backend", "how", "where"),
     [
         *(("torch", how, "forward") for how in ("kill", "raise")),

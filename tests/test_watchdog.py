@@ -1,5 +1,6 @@
 """Ranks that wait too long: a report on rank 0 says who has come, who has not, and where each is; then the job ends."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -120,6 +121,20 @@ def test_who_has_come_and_who_has_not():
     assert "arrived: ranks 0, 1\n" in text
     assert "missing: ranks 2, 3\n" in text
     assert "arrived: ranks 0 to 3\n" in text_of(waiting(0), *(elsewhere(rank, 8, [0, 1]) for rank in (1, 2, 3)))
+
+
+def test_who_has_left_without_its_part():
+    def left(*states):
+        return report.has_left({state.rank: state for state in states}, {0: range(4)})
+
+    def leaving(rank, number):
+        return dataclasses.replace(elsewhere(rank, number), leaves=True)
+
+    assert left(waiting(0), elsewhere(1, 6), leaving(2, 7)) is None
+    rank, stall = left(waiting(0), elsewhere(1, 6), leaving(2, 6))
+    assert (rank, stall.what) == (2, "plan 3 optimizer1")
+    # A plan that it does not know may have ended when it had done its part.
+    assert left(waiting(0, what="plan 4 optimizer2"), leaving(2, 6)) is None
 
 
 def test_equal_stacks_are_shown_once_and_those_of_ranks_that_wait_in_a_line():

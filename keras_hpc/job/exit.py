@@ -8,7 +8,9 @@ wait for it. So an uncaught exception aborts the job, after its traceback has be
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
+import dis
 import fcntl
 import logging
 import os
@@ -34,6 +36,23 @@ _FORWARD_SECONDS = 0.2
 _REASON_CHARACTERS = 500
 
 
+class _Exit(SystemExit):
+    """The same, but a weak reference to it is possible."""
+
+
+def _has_left_all(error: BaseException | None) -> bool:
+    """Return whether, at the end of the program, an error is one that nobody has caught.
+
+    The function that it was last seen in did not return then, and nor did those that had called it.
+    """
+    trace = None if error is None else error.__traceback__
+    if trace is None:
+        return False
+    frame = trace.tb_frame
+    ends = (i.opname for i in dis.get_instructions(frame.f_code) if i.offset == frame.f_lasti)
+    return not any(name.startswith("RETURN_") for name in ends)
+
+
 class Guard:
     """Watches over how this process ends, from the start of MPI until all ranks leave.
 
@@ -47,15 +66,17 @@ class Guard:
     Attributes:
         exit_code: with which `sys.exit` ends this process; 0 while nothing does.
         watchdog: the `Watchdog` of the job, once there is one.
+        is_leaving: whether this rank has come to its end, and waits for the others to come to theirs.
     """
 
     def __init__(self, comm: Any, rank: int, size: int) -> None:
         self.exit_code = 0
         self.watchdog: Any = None
+        self.is_leaving = False
         self._comm, self._rank = comm, rank
         self._process = os.getpid()
         self._previous: tuple[Any, Any, Any] | None = None
-        self._exits: list[weakref.ref[Any]] = []
+        self._exits: dict[weakref.ref[_Exit], int] = {}
         if size > 1:
             self._install()
 
@@ -71,9 +92,12 @@ class Guard:
                 self.abort(1, f"uncaught {kind.__name__}: {text}")
 
         def exit_(code: Any = None) -> None:
-            error = SystemExit(code)
+            error = _Exit(code)
             if threading.current_thread() is threading.main_thread():
-                self._note(error, 0 if code is None else code if isinstance(code, int) else 1)
+                status = 0 if code is None else code if isinstance(code, int) else 1
+                self._exits[weakref.ref(error, self._drop)] = status
+                atexit.unregister(self._look_back)
+                atexit.register(self._look_back)  # the last one is the first to be called
             raise error
 
         def exit_at_once_(status: int) -> NoReturn:
@@ -83,24 +107,20 @@ class Guard:
 
         sys.excepthook, sys.exit, os._exit = excepthook, exit_, exit_at_once_  # type: ignore[assignment]
 
-    def _note(self, error: SystemExit, code: int) -> None:
-        """Note the exit code once nobody can catch `error` any more.
+    def _look_back(self) -> None:
+        """Note the exit code of an error that nobody has caught, but that a cycle of references still holds."""
+        left = (code for reference, code in self._exits.items() if _has_left_all(reference()))
+        self.exit_code = self.exit_code or next(left, 0)
+
+    def _drop(self, reference: weakref.ref[_Exit]) -> None:
+        """Note the exit code once nobody can catch the error any more.
 
         SystemExit may be caught, so when it is raised it means nothing. The interpreter drops an uncaught one when no
         frame of Python runs any more; one that was caught is dropped while the program goes on.
         """
-
-        class Mark:
-            pass
-
-        error.__dict__["_keras_hpc_mark"] = mark = Mark()
-
-        def dropped(reference: weakref.ref[Any]) -> None:
-            self._exits.remove(reference)
-            if sys._getframe().f_back is None:
-                self.exit_code = code
-
-        self._exits.append(weakref.ref(mark, dropped))
+        code = self._exits.pop(reference)
+        if sys._getframe().f_back is None:
+            self.exit_code = code
 
     def remove(self) -> None:
         """Give `sys` back what it had."""
@@ -143,10 +163,12 @@ def leave(job: Job) -> None:
     """Collective: waits until all ranks leave."""
     if job.size == 1:
         return
+    job.guard.is_leaving = True
     if job.guard.exit_code != 0:  # a launcher's status may mean the same as that of a rank that was killed
         supervised.end_with(job.rank, f"sys.exit({job.guard.exit_code})")
-    for team in job.all_teams:
-        team.leave()  # from now on, a rank that waits for this one on the same node fails at once
+    else:  # the others of a rank that ends with an error would end the job first, with an exit code of their own
+        for team in job.all_teams:
+            team.leave()  # from now on, a rank that waits for this one on the same node fails at once
     request = job.comm.Ibarrier()
     begin = time.monotonic()
     pause = 1e-4

@@ -29,6 +29,7 @@ from keras_hpc.keras_hooks import (
     batch_logs,
     building,
     failed_calls,
+    fit_arguments,
     keras_private,
     losses,
     metrics,
@@ -113,14 +114,13 @@ def _fit(original: Method) -> Method:
                 whole.check_callbacks(given)
                 root_only.drop(self, bound.arguments)
                 failed_calls.agree_on_names(current.team_of(self))
-            if session is not None:
-                with session:
-                    try:
-                        result = original(*bound.args, **bound.kwargs)
-                    finally:
+                fit_arguments.check(current.team_of(self), bound.arguments)
+            with session or contextlib.nullcontext():
+                try:
+                    result = original(*bound.args, **bound.kwargs)
+                finally:
+                    if session is not None:
                         self._initial_epoch = None  # of this `fit`, not of the next
-            else:
-                result = original(*bound.args, **bound.kwargs)
             if call.active:
                 settling.settle(self)
                 root_only.share_best(current.team_of(self), given)
@@ -249,8 +249,8 @@ def _open_data(original: Method) -> Method:
             if job.group is not None:
                 parts.check_same_samples(call.model, sharding.first_samples(bound.arguments, adapter))
             if adapter is not None:
-                none = dict.fromkeys(("y", "sample_weight", "class_weight", "batch_size"))
-                bound.arguments.update(none, x=adapter, shuffle=False)
+                bound.arguments.update(dict.fromkeys(("y", "sample_weight", "class_weight", "batch_size")))
+                bound.arguments.update(x=adapter, shuffle=False)
         original(*bound.args, **bound.kwargs)
         if call is not None and call.adapter is None:  # `fit` opens its own data first, then those of its validation
             call.adapter = self.data_adapter

@@ -146,6 +146,23 @@ def test_optimizers_and_metrics_that_differ_are_named():
         model.fit(x, x[:, :2], verbose=0)
 
 
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        ({"validation_data": (np.ones((8, 3), "float32"), np.ones((8, 2), "float32"))}, "validation data"),
+        ({"epochs": 3}, "epochs"),
+    ],
+    ids=["validation", "epochs"],
+)
+def test_what_is_asked_of_fit_must_be_the_same_on_all_ranks(asked, what):
+    if keras_hpc.size() == 1:
+        return
+    x = np.ones((8, 3), "float32")
+    given = asked if keras_hpc.rank() == 1 else {}
+    with pytest.raises(ValueError, match=f"the same {what}.*Received: (none|1) on rank 0.* (some|3) on rank 1"):
+        _model().fit(x, x[:, :2], verbose=0, **given)
+
+
 def test_an_exception_of_one_rank_ends_the_same_fit_on_all():
     """A script catches it, as a search of hyperparameters does, and trains its next models."""
 

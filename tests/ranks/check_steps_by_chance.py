@@ -4,7 +4,6 @@
 from contextlib import nullcontext
 
 import keras
-import numpy as np
 import pytest
 from keras import ops
 from keras_cases import enough, enough_on, job
@@ -45,7 +44,7 @@ def draws_of_torch(p):
     import torch
 
     numbers = torch.rand(p.shape) + torch.rand_like(p) * torch.randn(*p.shape) + torch.randn_like(p)
-    steps = torch.randint(0, 100, p.shape) + torch.randint(high=5, size=p.shape) + torch.bernoulli(0.5 * torch.ones(p.shape))
+    steps = torch.randint(0, 100, p.shape) + torch.randint(high=5, size=p.shape) + torch.bernoulli(0.5 * torch.ones(3))
     return torch.nn.functional.dropout(numbers + steps / 100) + p.detach()[torch.randperm(len(p))]
 
 
@@ -114,14 +113,14 @@ class Unknown(Adding):
         if BACKEND == "torch":
             import torch
 
-            return p + torch.empty(p.shape).normal_(0, 0.3)
+            return p + torch.empty(p.shape).normal_(0, 3.0)
         if BACKEND == "tensorflow":
             import tensorflow as tf
 
-            return p + 0.3 * tf.raw_ops.RandomStandardNormal(shape=tf.shape(p), dtype=p.dtype)
+            return p + 3.0 * tf.raw_ops.RandomStandardNormal(shape=tf.shape(p), dtype=p.dtype)
         import jax
 
-        return p + 0.2 * jax.random.laplace(jax.random.wrap_key_data(ops.cast(self.keys.next(), "uint32")), p.shape)
+        return p + 3.0 * jax.random.laplace(jax.random.wrap_key_data(ops.cast(self.keys.next(), "uint32")), p.shape)
 
 
 class TorchNorm(Adding):
@@ -167,13 +166,13 @@ def test_what_a_step_draws_does_not_hide_what_its_loss_is(layer, loss, refusal, 
     assert "right if its loss is a mean" not in caplog.text
 
 
-SEEDS = {"mean": 11, "sum": 7} if BACKEND == "torch" else {"mean": 51, "sum": 51}
+SEEDS = {"mean": 2, "sum": 13} if BACKEND == "torch" else {"mean": 1, "sum": 1}
 
 
 @pytest.mark.parametrize("kind", [*enough(["mean"], "torch"), *enough(["sum"], "jax")])
 @enough_on()
 def test_chance_does_not_decide_about_a_noisy_step(kind):
-    """With these seeds the first 16 draws of the noise say the opposite on PyTorch and TensorFlow."""
+    """With these seeds the first 16 draws of the noise say the opposite on PyTorch, and of the mean on TensorFlow."""
     keras.utils.set_random_seed(SEEDS[kind])
     model = OwnStep({"mean": mean, "sum": total}[kind], Unknown())
     model.compile(keras.optimizers.SGD(1e-3))

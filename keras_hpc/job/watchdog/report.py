@@ -51,6 +51,13 @@ def has_ended(rank: int, states: Iterable[State]) -> bool:
     return any(state.neighbours.get(str(rank)) == GONE for state in states)
 
 
+def has_left(states: Mapping[int, State], members: Mapping[int, Sequence[int]]) -> tuple[int, Stall] | None:
+    """Return a rank that has left without its part of what others wait for, and that wait, if there is one."""
+    waits = (stall for state in states.values() for stall in state.stalls)
+    left = ((rank, s) for s in waits for rank in members[s.team] if rank in states and states[rank].never_comes(s))
+    return next(left, None)
+
+
 def text(
     states: dict[int, State], places: Sequence[Place], members: Mapping[int, Sequence[int]], timeout_seconds: float
 ) -> str:

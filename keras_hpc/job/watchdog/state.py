@@ -66,6 +66,7 @@ class State:
         progress: for each team and kind of wait the last number that it has begun, and the tensors not started in it.
         stacks: (name, frames, the innermost first) of each Python thread, the main thread first.
         neighbours: what the kernel says of the processes of its node, by rank: a letter as in /proc, or GONE.
+        leaves: whether it has come to the end of its program.
     """
 
     rank: int
@@ -73,11 +74,17 @@ class State:
     progress: dict[str, dict[str, tuple[int, list[int]]]]
     stacks: list[tuple[str, list[str]]]
     neighbours: dict[str, str]
+    leaves: bool = False
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> State:
         """Return the state that `dataclasses.asdict` made `values` of."""
         return cls(**values | {"stalls": [Stall(**stall) for stall in values["stalls"]]})
+
+    def never_comes(self, stall: Stall) -> bool:
+        """Return whether the rank has left, and not come to where others wait."""
+        known = stall.what in self.progress.get(str(stall.team), {})  # a plan that has ended may be no more
+        return self.leaves and known and not self.arrived(stall)
 
     def arrived(self, stall: Stall) -> bool:
         """Return whether the rank has come to where others wait."""
@@ -101,17 +108,18 @@ def _stall(team: Team, what: str, number: int, detail: str, tensor: int, seconds
     return Stall(team.index, what, number, detail, tensor, seconds, [team.ranks[rank] for rank in missing])
 
 
-def state_of(rank: int, teams: list[Team], places: dict[int, Place]) -> State:
+def state_of(rank: int, teams: list[Team], places: dict[int, Place], leaves: bool) -> State:
     """Return what this rank does now.
 
     Args:
         rank: of the job.
         teams: of the job.
         places: of the other ranks of this node.
+        leaves: whether it has come to the end of its program.
     """
     progress = {str(team.index): dict(team.native.progress()) for team in teams if team.rank >= 0}
     neighbours = {str(other): place.process() for other, place in places.items()}
-    return State(rank, stalls_of(teams), progress, stacks(), neighbours)
+    return State(rank, stalls_of(teams), progress, stacks(), neighbours, leaves)
 
 
 @dataclasses.dataclass

@@ -182,7 +182,8 @@ class Watchdog:
             self._end_without([0], [state])
 
     def _state(self) -> State:
-        return state_of(self._job.rank, self._job.all_teams, self._neighbours)
+        leaves = self._job.guard.is_leaving
+        return state_of(self._job.rank, self._job.all_teams, self._neighbours, leaves)
 
     def _end(self, reason: str) -> None:
         """End the job, once rank 0 has said why."""
@@ -232,6 +233,12 @@ class Watchdog:
         self._known.update(stall.key for state in states.values() for stall in state.stalls)
         _write(report.text(states, self._places, self._job.members, self._job.timeout_seconds))
         self._end_without([rank for rank in range(self._job.size) if rank not in states], states.values())
+        left = report.has_left(states, self._job.members)
+        if left is not None:  # the engine knows of ranks of one node only
+            self._end(
+                f"rank {left[0]} has reached the end of its script, or called finalize, and others wait for it in "
+                f"{report.where_text(left[1])}. Do all ranks run the same number of steps, and make the same calls?"
+            )
 
     def _say_resolved(self, stall: Stall) -> None:
         self._report()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -104,15 +105,17 @@ def _of_torch() -> list[tuple[Any, str, Function]]:
     from torch.nn import functional
 
     randint, batch_norm = torch.randint, functional.batch_norm
+    parameters = inspect.signature(batch_norm)
 
     def middle(*args: Any, **kwargs: Any) -> Any:
         bounds = [value for value in (*args, kwargs.get("low"), kwargs.get("high")) if isinstance(value, int)]
         return torch.full_like(randint(*args, **kwargs), sum(bounds) // 2)
 
-    def by_moving(x: Any, mean: Any, variance: Any, weight: Any = None, bias: Any = None, *rest: Any, **more: Any) -> Any:
-        if mean is None:
-            return batch_norm(x, mean, variance, weight, bias, *rest, **more)
-        return batch_norm(x, mean, variance, weight, bias, False, eps=rest[2] if len(rest) > 2 else more["eps"])
+    def by_moving(*args: Any, **kwargs: Any) -> Any:
+        bound = parameters.bind(*args, **kwargs)
+        if bound.arguments["running_mean"] is not None:
+            bound.arguments["training"] = False
+        return batch_norm(*bound.args, **bound.kwargs)
 
     dropouts = "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"
     return [
