@@ -102,6 +102,7 @@ class Known:
         gone: the keys of those that do not exist any more.
         named: how many keys were given.
         has_failed: whether a call of a model has failed on this rank since ranks last agreed on `named`.
+        names_told: whether rank 0 has told that ranks train models of different names.
     """
 
     def __init__(self) -> None:
@@ -116,6 +117,7 @@ class Known:
         self.gone: list[str] = []
         self.named = 0
         self.has_failed = False
+        self.names_told = False
 
     def model(self, model: Any) -> ModelState:
         """Return the state of a model, or of a layer that is used as one."""

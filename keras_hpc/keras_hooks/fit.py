@@ -114,7 +114,7 @@ def _fit(original: Method) -> Method:
                 whole.check_callbacks(given)
                 root_only.drop(self, bound.arguments)
                 failed_calls.agree_on_names(current.team_of(self))
-                fit_arguments.check(current.team_of(self), bound.arguments)
+                fit_arguments.check(self, bound.arguments)
             with session or contextlib.nullcontext():
                 try:
                     result = original(*bound.args, **bound.kwargs)

@@ -6,24 +6,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from keras_hpc.job import current, log
 
-def check(team: Any, arguments: Mapping[str, Any]) -> None:
+
+def check(model: Any, arguments: Mapping[str, Any]) -> None:
     """Compare the epochs and the validation that ranks ask for. Collective on all ranks of the team.
 
+    Rank 0 warns, once, if their models have other names: a rank may have left out a `fit`, and trains its next model with the
+    others' last one, if that has the same shapes.
+
     Args:
-        team: of the model.
+        model: that is trained.
         arguments: of `fit`, by their names.
 
     Raises:
         ValueError: on every rank, if they differ.
     """
+    team = current.team_of(model)
     frequency = arguments.get("validation_freq", 1)
     mine = {
         "validation data": arguments.get("validation_data") is not None or bool(arguments.get("validation_split")),
         "epochs": int(arguments.get("epochs", 1)),
         "validation_freq": frequency if isinstance(frequency, int) else list(frequency),
     }
-    everyone = team.allgather_object(mine, "what to do in Model.fit()")
+    everyone, names = zip(*team.allgather_object([mine, model.name], "what to do in Model.fit()"), strict=True)
+    if len(set(names)) > 1 and team.rank == 0 and not current.job().known.names_told:
+        current.job().known.names_told = True
+        other = next(rank for rank, name in enumerate(names) if name != names[0])
+        log.warning(
+            f"Model.fit() trains `{names[0]}` on rank 0 of the team, and `{names[other]}` on rank {other}: these are "
+            "trained as one model. If a rank has left out a model, as after an exception, end the job; if it has made "
+            "one more, give models a `name`."
+        )
     for what, first in everyone[0].items():
         others = [rank for rank, theirs in enumerate(everyone) if theirs[what] != first]
         if others:

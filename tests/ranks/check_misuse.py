@@ -163,6 +163,20 @@ def test_what_is_asked_of_fit_must_be_the_same_on_all_ranks(asked, what):
         _model().fit(x, x[:, :2], verbose=0, **given)
 
 
+def test_a_model_that_one_rank_has_left_out_is_named(caplog):
+    def trained(name):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)], name=name)
+        model.compile("sgd", "mse")
+        with caplog.at_level("WARNING", "keras_hpc"):
+            model.fit(np.ones((8, 3), "float32"), np.ones((8, 2), "float32"), verbose=0)
+
+    trained("one")
+    assert "trained as one model" not in caplog.text
+    trained("one" if keras_hpc.rank() == 0 else "two")
+    first = keras_hpc.rank() == 0 and keras_hpc.size() > 1
+    assert ("trains `one` on rank 0 of the team, and `two` on rank 1" in caplog.text) == first
+
+
 def test_an_exception_of_one_rank_ends_the_same_fit_on_all():
     """A script catches it, as a search of hyperparameters does, and trains its next models."""
 
