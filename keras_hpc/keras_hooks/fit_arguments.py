@@ -12,8 +12,8 @@ from keras_hpc.job import current, log
 def check(model: Any, arguments: Mapping[str, Any]) -> None:
     """Compare the epochs and the validation that ranks ask for. Collective on all ranks of the team.
 
-    Rank 0 warns, once, if their models have other names: a rank may have left out a `fit`, and trains its next model with the
-    others' last one, if that has the same shapes.
+    Rank 0 warns, once, if their models have other names: a rank may have left out a `fit`, and trains its next model
+    with the others' last one, if that has the same shapes.
 
     Args:
         model: that is trained.
