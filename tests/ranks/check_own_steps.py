@@ -212,6 +212,55 @@ def test_a_step_of_a_whole_batch_is_refused(loss, whose, layers):
         model.fit(X, y, batch_size=BATCH, verbose=0)
 
 
+class Grows(keras.layers.Layer):
+    """Puts outputs beside themselves, with a weight that is zero before training."""
+
+    def build(self, shape):
+        self.weight = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        beside = ops.concatenate([x, (self.weight + 0.0) * x], axis=-1)
+        self.weight.assign(ops.minimum(1.0, self.weight + 0.1))
+        return beside
+
+
+def with_a_term(function):
+    return lambda y, p: ops.mean(ops.square(y - p[:, :1])) + function(ops.square(p[:, 1:]))
+
+
+@pytest.mark.parametrize("term", ["mean", "sum", "root"])
+def test_a_term_of_the_loss_whose_weight_is_zero_before_training(term):
+    function = getattr(ops, term, lambda x: ops.sqrt(ops.mean(x) + 1e-3))
+
+    def make():
+        inputs = keras.Input((4,))
+        model = OwnStep(with_a_term(function), network=keras.Model(inputs, Grows()(dense()(inputs))))
+        model.compile(keras.optimizers.SGD(1e-3))
+        return model
+
+    if term == "mean" or job().size == 1:
+        compare(make)
+    else:
+        with pytest.raises(ValueError, match=r"once what is zero now has grown: .*grows"):
+            make().fit(X, Y, batch_size=BATCH, verbose=0)
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="a step there sees only the state that it is given")
+@pytest.mark.parametrize("where", ["iterations", "a tensor"])
+def test_a_term_of_the_loss_whose_weight_follows_the_steps_is_refused(where):
+    def loss(y, p):
+        steps = model.optimizer.iterations if where == "iterations" else model.steps
+        share = ops.minimum(1.0, ops.cast(steps, p.dtype) / 10)
+        return ops.mean(ops.square(y - p)) + share * rmse(y, p)
+
+    model = (OwnStep if where == "iterations" else Counting)(loss)
+    model.compile(keras.optimizers.SGD(1e-3))
+    with pytest.raises(ValueError, match="not the mean of those of its halves") if job().size > 1 else nullcontext():
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+    if job().size > 1:
+        assert int(model.optimizer.iterations) == 0
+        assert where == "iterations" or float(model.steps) == 0
+
 @enough_on("torch")
 def test_a_step_that_compares_means_of_two_inputs_is_refused():
     """Which is 0 where made-up samples are alike."""
