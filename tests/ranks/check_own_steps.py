@@ -124,6 +124,25 @@ def test_a_trial_of_a_step_leaves_tensors_among_its_attributes_alone():
     assert float(steps) == float(model.steps) == -(-len(X) // BATCH)
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="has variables that Keras does not know")
+def test_variables_of_tensorflow_that_ranks_move_apart_are_named_once(caplog):
+    class Adapting(Counting):
+        def train_step(self, data):
+            self.share.assign_add(ops.mean(data[1]))
+            return super().train_step(data)
+
+    import tensorflow as tf
+
+    model = Adapting(lambda y, p: ops.mean(ops.square(y - p)))
+    model.share = tf.Variable(0.0)
+    model.compile(keras.optimizers.SGD(1e-3))
+    with caplog.at_level("WARNING", "keras_hpc"):
+        model.fit(X, Y, batch_size=BATCH, epochs=3, verbose=0)
+    named = job().rank == 0 and job().size > 1
+    assert caplog.text.count("Received: ") == caplog.text.count("adapting.share") == named
+    assert ".steps" not in caplog.text  # which all ranks count alike
+
+
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="only its tape takes a vector, and has gradients of rows")
 def test_a_step_with_a_vector_of_losses_and_an_embedding():
     def make():
@@ -260,6 +279,7 @@ def test_a_term_of_the_loss_whose_weight_follows_the_steps_is_refused(where):
     if job().size > 1:
         assert int(model.optimizer.iterations) == 0
         assert where == "iterations" or float(model.steps) == 0
+
 
 @enough_on("torch")
 def test_a_step_that_compares_means_of_two_inputs_is_refused():

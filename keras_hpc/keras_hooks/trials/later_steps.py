@@ -82,7 +82,9 @@ def _assign(number: Any, value: np.ndarray) -> None:
 
 def _in_states(model: Any, trials: Iterable[Any], numbers: list[Any]) -> tuple[list[str], list[Callable[[], Any]]]:
     """Do the same on JAX, where variables have no values while a model trains. Return the names, too."""
-    names, put_back, ids = [], [], set(map(id, numbers))
+    names: list[str] = []
+    put_back: list[Callable[[], Any]] = []
+    ids = set(map(id, numbers))
 
     def with_grown(variables: Iterable[Any], values: Iterable[Any]) -> Iterator[Any]:
         for variable, value in zip(variables, values, strict=True):
