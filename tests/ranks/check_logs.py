@@ -83,6 +83,20 @@ def test_a_metric_that_is_neither_a_mean_nor_a_sum_is_named(caplog):
     assert all(name in text for name, text in zip(expected, named, strict=True))
 
 
+def distance_from_others(y_true, y_pred):
+    return ops.abs(y_pred - ops.mean(y_pred))[:, 0]
+
+
+@enough_on("torch", "tensorflow")
+def test_a_metric_that_compares_the_samples_of_a_batch_is_named(caplog):
+    model = dense()
+    model.compile("sgd", "mse", metrics=[distance_from_others, lambda y, p: ops.abs(y - p)[:, 0], "mae"])
+    with caplog.at_level("WARNING", "keras_hpc"):
+        model.fit(X, Y, epochs=2, verbose=0)
+    named = [text for text in caplog.messages if "beside other samples" in text]
+    assert [text.split("`")[1] for text in named] == ["distance_from_others"] * (job().rank == 0 and job().size > 1)
+
+
 class TotalOfMeans(keras.metrics.Sum):
     def update_state(self, y_true, y_pred, sample_weight=None):
         super().update_state(size_of_outputs(y_true, y_pred))
