@@ -146,6 +146,32 @@ def test_a_callback_that_looks_at_logs_after_a_batch_sees_those_of_all_ranks():
         assert second == pytest.approx(first, rel=1e-5)
 
 
+class OfTests(keras.callbacks.Callback):
+    """Remembers logs after batches of validation and of `evaluate`."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.seen.append([logs["loss"], logs["mae"]])
+
+
+def test_a_callback_that_looks_at_logs_after_a_batch_of_tests_sees_those_of_all_ranks():
+    def seen():
+        keras.utils.set_random_seed(5)
+        model = dense()
+        model.compile("sgd", "mse", metrics=["mae"])
+        ours = OfTests()
+        held = X[:21], Y[:21]
+        model.fit(X, Y, 16, epochs=2, shuffle=False, verbose=0, validation_data=held, callbacks=[ours])
+        final = model.evaluate(*held, batch_size=4, verbose=0, callbacks=[ours])
+        return [*ours.seen, final]  # 21 samples are 5 batches of 4, and one sample
+
+    for first, second in zip(on_one_rank(seen), seen(), strict=True):
+        assert second == pytest.approx(first, rel=1e-5)
+
+
 @enough_on("torch")
 def test_what_is_best_amid_an_epoch_is_so_by_the_logs_of_all_ranks_and_all_know_it(tmp_path):
     def found():
