@@ -124,6 +124,37 @@ def test_a_trial_of_a_step_leaves_tensors_among_its_attributes_alone():
     assert float(steps) == float(model.steps) == -(-len(X) // BATCH)
 
 
+class WithoutCall(keras.Model):
+    """Has networks only, as a GAN, and gets another one each time it is compiled, as one that grows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = dense()
+
+    def compile(self, name, **options):
+        super().compile(**options)
+        setattr(self, name, dense())
+
+    def train_step(self, data):
+        import tensorflow as tf
+
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(y - self.first(x)))
+        weights = self.first.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="others let no such model get layers after its first step")
+def test_a_model_without_call_may_get_layers_after_it_was_trained():
+    model = WithoutCall()
+    for name in ("second", "third"):
+        model.compile(name, optimizer="sgd")
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+    keras_hpc.check_replicas(model)
+
+
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="has variables that Keras does not know")
 def test_variables_of_tensorflow_that_ranks_move_apart_are_named_once(caplog):
     class Adapting(Counting):
