@@ -32,6 +32,7 @@ class ModelState:
         batches: how many steps `train_on_batch` has made.
         told_apart: whether the user was told that ranks have other weights.
         told_averaged: whether the user was told that arrays of layers of one's own are each rank's own.
+        told_raw: whether the user was told that variables of TensorFlow among its attributes are each rank's own.
         early_start: its hooks that start reductions in backward (PyTorch).
         runner: computes it in parts (`spatial.run.Runner`); None: it does not, or nobody has asked yet.
         is_planned: whether it is known how it is computed.
@@ -56,6 +57,7 @@ class ModelState:
     batches: int = 0
     told_apart: bool = False
     told_averaged: bool = False
+    told_raw: bool = False
     early_start: Any = None
     runner: Any = None
     is_planned: bool = False

@@ -88,6 +88,9 @@ def build(model: Any, batch: Any, *, metrics: bool = False) -> None:
     except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError):  # whatever a call() may raise
         # A model without call(), as a GAN's with a train_step of its own, is built by its first step. What is wrong
         # with a model is raised by that step, too.
+        if keras.backend.backend() == "tensorflow":
+            # Where Keras tries to build only a model that is called: the next compile() may give this one more layers.
+            model._tracker.unlock()
         return
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_hpc.keras_hooks import (
+    batch_logs,
     building,
     earlier_traces,
     fit,
@@ -98,6 +99,7 @@ def install(job: Any) -> None:
             streams,
             tf_caches,
             fit,
+            batch_logs,
             beginning,
         ):
             part.install(job, _patcher)

@@ -118,7 +118,7 @@ REQUIRED_ATTRIBUTES = {
     f"{_LAYER}.__init__": ("_call_has_training_arg",),
     f"{_LAYER}._get_call_context": ("current_call_ctx",),
     "keras.src.metrics.metric:Metric.__init__": ("_metrics", "_variables"),
-    f"{_LAYER}._initialize_tracker": ("_non_trainable_variables", "_seed_generators"),
+    f"{_LAYER}._initialize_tracker": ("_non_trainable_variables", "_seed_generators", "_tracker"),
     f"{_CALLBACKS}.__init__": ("callbacks", "set_model"),
     f"{_CALLBACKS}._add_default_callbacks": ("_history",),
     "keras.src.callbacks.callback:Callback.__init__": ("_model",),

@@ -12,13 +12,15 @@ says it (metric_kinds.py). Else numbers in a `Mean` are taken as means, and thos
 The loss of each of several outputs is logged as a mean over samples, or, where TensorFlow does not know the batch size
 when it traces, over steps; then each rank adds its part of a step, too.
 
-A function that gives a number for each output, as a correlation over axis 0, counts by their mean, one number.
+A function that gives a number for each output, as a correlation over axis 0, counts by their mean, one number. One that
+gives a number for each sample is asked whether other samples have a part in it, and named then.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from typing import Any
 
 import keras
@@ -34,6 +36,7 @@ class _Asked(threading.local):
 
 
 _asked = _Asked()
+_known: weakref.WeakSet[Any] = weakref.WeakSet()  # metrics that were asked whether they compare samples
 
 
 def install(job: Any, patcher: Any) -> None:
@@ -73,6 +76,8 @@ def install(job: Any, patcher: Any) -> None:
         def update_state(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
             before, _asked.metric = _asked.metric, (self, y_true, y_pred)
             try:
+                if losses.weighs_numbers(running.step()) and running.trial() is None:
+                    _name_if_it_compares(self, y_true, y_pred)
                 return original(self, y_true, y_pred, sample_weight=sample_weight)
             finally:
                 _asked.metric = before
@@ -111,6 +116,22 @@ def _ask(metric: Any, y_true: Any, y_pred: Any) -> int:
             "keras.metrics.Metric and let it keep the sums"
         )
     return SUM if answer.is_sum else UNKNOWN
+
+
+def _name_if_it_compares(metric: Any, y_true: Any, y_pred: Any) -> None:
+    """Warn once of a function of the user's own that compares the samples of a batch, of which a rank has a part."""
+    given = getattr(metric, "_fn_kwargs", {})
+    if metric in _known or not current.job().shares_samples or str(metric._fn.__module__).startswith("keras."):
+        return
+    _known.add(metric)
+    function = functools.partial(metric._fn, **given)
+    if pair_losses.depends_on_others(function, metric.dtype, y_true, y_pred) and current.job().rank == 0:
+        log.warning(
+            f"The metric `{metric.name}` gives a sample another number beside other samples. So it compares the "
+            "samples of a batch, of which each rank has a part, and its value is not that of one rank. Let it return a "
+            "number for each sample that depends on this sample alone, or derive it from keras.metrics.Metric and let "
+            "it keep the sums"
+        )
 
 
 def _is_tracing_tensorflow() -> bool:

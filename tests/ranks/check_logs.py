@@ -83,6 +83,20 @@ def test_a_metric_that_is_neither_a_mean_nor_a_sum_is_named(caplog):
     assert all(name in text for name, text in zip(expected, named, strict=True))
 
 
+def distance_from_others(y_true, y_pred):
+    return ops.abs(y_pred - ops.mean(y_pred))[:, 0]
+
+
+@enough_on("torch", "tensorflow")
+def test_a_metric_that_compares_the_samples_of_a_batch_is_named(caplog):
+    model = dense()
+    model.compile("sgd", "mse", metrics=[distance_from_others, lambda y, p: ops.abs(y - p)[:, 0], "mae"])
+    with caplog.at_level("WARNING", "keras_hpc"):
+        model.fit(X, Y, epochs=2, verbose=0)
+    named = [text for text in caplog.messages if "beside other samples" in text]
+    assert [text.split("`")[1] for text in named] == ["distance_from_others"] * (job().rank == 0 and job().size > 1)
+
+
 class TotalOfMeans(keras.metrics.Sum):
     def update_state(self, y_true, y_pred, sample_weight=None):
         super().update_state(size_of_outputs(y_true, y_pred))
@@ -129,6 +143,32 @@ def test_a_callback_that_looks_at_logs_after_a_batch_sees_those_of_all_ranks():
     trained(41, Counting, callbacks=[ours])
     steps = len(ours.seen) // (2 if job().rank == 0 else 1)  # rank 0 has trained alone first
     for first, second in zip(keras_hpc.broadcast_object(ours.seen[:steps]), ours.seen[-steps:], strict=True):
+        assert second == pytest.approx(first, rel=1e-5)
+
+
+class OfTests(keras.callbacks.Callback):
+    """Remembers logs after batches of validation and of `evaluate`."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.seen.append([logs["loss"], logs["mae"]])
+
+
+def test_a_callback_that_looks_at_logs_after_a_batch_of_tests_sees_those_of_all_ranks():
+    def seen():
+        keras.utils.set_random_seed(5)
+        model = dense()
+        model.compile("sgd", "mse", metrics=["mae"])
+        ours = OfTests()
+        held = X[:21], Y[:21]
+        model.fit(X, Y, 16, epochs=2, shuffle=False, verbose=0, validation_data=held, callbacks=[ours])
+        final = model.evaluate(*held, batch_size=4, verbose=0, callbacks=[ours])
+        return [*ours.seen, final]  # 21 samples are 5 batches of 4, and one sample
+
+    for first, second in zip(on_one_rank(seen), seen(), strict=True):
         assert second == pytest.approx(first, rel=1e-5)
 
 

@@ -76,13 +76,19 @@ def triplets(y, p):
     return ops.maximum(ops.diagonal(away) - ops.mean(away, axis=1) + 0.01, 0.0)
 
 
+def hardest(y, p):
+    """Of samples whose loss is above the mean, as of hard examples."""
+    each = ops.mean(ops.square(y - p), axis=-1)
+    return each * ops.cast(each >= ops.mean(each), each.dtype)
+
+
 class Given(keras.losses.Loss):
     def __init__(self, function):
         super().__init__()
         self.call = function
 
 
-@pytest.mark.parametrize("loss", [contrastive, *enough([triplets], "torch")])
+@pytest.mark.parametrize("loss", [contrastive, *enough([triplets, hardest], "torch")])
 @enough_on("torch")
 def test_a_loss_of_each_sample_that_compares_it_with_others_is_refused(loss):
     again = Given(loss)

@@ -124,6 +124,56 @@ def test_a_trial_of_a_step_leaves_tensors_among_its_attributes_alone():
     assert float(steps) == float(model.steps) == -(-len(X) // BATCH)
 
 
+class WithoutCall(keras.Model):
+    """Has networks only, as a GAN, and gets another one each time it is compiled, as one that grows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = dense()
+
+    def compile(self, name, **options):
+        super().compile(**options)
+        setattr(self, name, dense())
+
+    def train_step(self, data):
+        import tensorflow as tf
+
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(y - self.first(x)))
+        weights = self.first.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="others let no such model get layers after its first step")
+def test_a_model_without_call_may_get_layers_after_it_was_trained():
+    model = WithoutCall()
+    for name in ("second", "third"):
+        model.compile(name, optimizer="sgd")
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+    keras_hpc.check_replicas(model)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="has variables that Keras does not know")
+def test_variables_of_tensorflow_that_ranks_move_apart_are_named_once(caplog):
+    class Adapting(Counting):
+        def train_step(self, data):
+            self.share.assign_add(ops.mean(data[1]))
+            return super().train_step(data)
+
+    import tensorflow as tf
+
+    model = Adapting(lambda y, p: ops.mean(ops.square(y - p)))
+    model.share = tf.Variable(0.0)
+    model.compile(keras.optimizers.SGD(1e-3))
+    with caplog.at_level("WARNING", "keras_hpc"):
+        model.fit(X, Y, batch_size=BATCH, epochs=3, verbose=0)
+    named = job().rank == 0 and job().size > 1
+    assert caplog.text.count("Received: ") == caplog.text.count("adapting.share") == named
+    assert ".steps" not in caplog.text  # which all ranks count alike
+
+
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="only its tape takes a vector, and has gradients of rows")
 def test_a_step_with_a_vector_of_losses_and_an_embedding():
     def make():
@@ -210,6 +260,56 @@ def test_a_step_of_a_whole_batch_is_refused(loss, whose, layers):
     y = (Y > 0).astype("int32") if loss is masked_by_hand else Y
     with pytest.raises(ValueError, match="not the mean of those of its halves") if job().size > 1 else nullcontext():
         model.fit(X, y, batch_size=BATCH, verbose=0)
+
+
+class Grows(keras.layers.Layer):
+    """Puts outputs beside themselves, with a weight that is zero before training."""
+
+    def build(self, shape):
+        self.weight = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        beside = ops.concatenate([x, (self.weight + 0.0) * x], axis=-1)
+        self.weight.assign(ops.minimum(1.0, self.weight + 0.1))
+        return beside
+
+
+def with_a_term(function):
+    return lambda y, p: ops.mean(ops.square(y - p[:, :1])) + function(ops.square(p[:, 1:]))
+
+
+@pytest.mark.parametrize("term", ["mean", "sum", "root"])
+def test_a_term_of_the_loss_whose_weight_is_zero_before_training(term):
+    function = getattr(ops, term, lambda x: ops.sqrt(ops.mean(x) + 1e-3))
+
+    def make():
+        inputs = keras.Input((4,))
+        model = OwnStep(with_a_term(function), network=keras.Model(inputs, Grows()(dense()(inputs))))
+        model.compile(keras.optimizers.SGD(1e-3))
+        return model
+
+    if term == "mean" or job().size == 1:
+        compare(make)
+    else:
+        with pytest.raises(ValueError, match=r"once what is zero now has grown: .*grows"):
+            make().fit(X, Y, batch_size=BATCH, verbose=0)
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="a step there sees only the state that it is given")
+@pytest.mark.parametrize("where", ["iterations", "a tensor"])
+def test_a_term_of_the_loss_whose_weight_follows_the_steps_is_refused(where):
+    def loss(y, p):
+        steps = model.optimizer.iterations if where == "iterations" else model.steps
+        share = ops.minimum(1.0, ops.cast(steps, p.dtype) / 10)
+        return ops.mean(ops.square(y - p)) + share * rmse(y, p)
+
+    model = (OwnStep if where == "iterations" else Counting)(loss)
+    model.compile(keras.optimizers.SGD(1e-3))
+    with pytest.raises(ValueError, match="not the mean of those of its halves") if job().size > 1 else nullcontext():
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+    if job().size > 1:
+        assert int(model.optimizer.iterations) == 0
+        assert where == "iterations" or float(model.steps) == 0
 
 
 @enough_on("torch")

@@ -44,6 +44,11 @@ def averaged(model: Any) -> list[Any]:
     return [v for v in _kept(model) if v.aggregation == "none" and standard_dtype(v) != "string" and not _is_shared(v)]
 
 
+def numbers(model: Any) -> list[Any]:
+    """Return those that are a number, whatever has been said of them."""
+    return [variable for variable in _kept(model) if len(variable.shape) == 0 and standard_dtype(variable) != "string"]
+
+
 def _kept(model: Any) -> list[Any]:
     others = known_local() | set(map(id, model.metrics_variables))
     others |= {id(generator.state) for generator in seed_generators(model)}

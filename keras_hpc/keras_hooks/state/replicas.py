@@ -14,7 +14,7 @@ import xxhash
 from keras_hpc.errors import ReplicaMismatchError
 from keras_hpc.job import current, log
 from keras_hpc.keras_hooks.sharded import whole
-from keras_hpc.keras_hooks.state import layer_states, rows, settings
+from keras_hpc.keras_hooks.state import layer_states, raw_variables, rows, settings
 from keras_hpc.keras_hooks.state.variables import (
     accumulators,
     average,
@@ -330,6 +330,7 @@ def warn_if_apart(model: Any, when: str) -> None:
     """
     state, team = current.job().known.model(model), current.team_of(model)
     rows.align(model, team, f"weights that are compared{when}")
+    raw_variables.warn_if_apart(model)
     if state.told_apart or team.size == 1:
         return
     trained, apart = set(map(id, model.trainable_variables)), known_apart()

@@ -5,7 +5,8 @@ With `init(batch="global")` they must, but a `train_step` or `compute_loss` of t
 loss is a mean or a sum over samples. So the step is tried before training, without updating anything: on made-up
 samples, as one of two ranks that both have them, and on the same samples twice, as one rank that has all of them. Its
 gradients must be the same. Of a ratio of sums or the root of a mean they are, too. So the step is also tried on other
-samples and on both: the gradients of both must be the mean of those of each. And if gradients were very large where
+samples and on both: the gradients of both must be the mean of those of each, also where numbers that are zero before
+training have grown (see later_steps.py). And if gradients were very large where
 they are computed, the optimizer must get as large ones: a step that clips them clips those of each rank, where one rank
 clips their mean (see clipping.py).
 """
@@ -18,7 +19,7 @@ import numpy as np
 
 from keras_hpc.job import current, log
 from keras_hpc.keras_hooks import keras_private, running
-from keras_hpc.keras_hooks.trials import calm, made_up, metric_kinds, tries
+from keras_hpc.keras_hooks.trials import calm, later_steps, made_up, metric_kinds, tries
 from keras_hpc.keras_hooks.trials.tries import Tries
 
 # Where a step draws random numbers, a mean over twice the samples is up to sqrt(2) times smaller, and so is a sum.
@@ -26,7 +27,7 @@ _NOISY_SUM = 1.2, 3.0
 _DRAWS, _MOST_DRAWS = 16, 512
 _SURE = 4  # standard errors between a ratio and the limits above, so that chance gives no verdict
 _LARGE = 2.0**16  # times the gradients of made-up samples, any limit is exceeded
-_FINE, _UNKNOWN, _NEITHER, _TOGETHER, _SUM = range(5)
+_FINE, _UNKNOWN, _NEITHER, _LATER, _TOGETHER, _SUM = range(6)
 _SHOWN = 200  # characters of an error
 
 
@@ -92,10 +93,12 @@ def _report(model: Any, verdict: int, ratio: float, why: str) -> None:
     elif verdict != _FINE:
         kind = "a sum" if verdict == _SUM else "neither a mean nor a sum"
         found = f"that are {ratio:.3g} times as large for twice as many samples on one rank as on two"
-        if verdict == _TOGETHER:
+        if verdict in (_TOGETHER, _LATER):
             found = (
                 "of a batch that are not the mean of those of its halves, as of a ratio of sums or the root of a mean"
             )
+        if verdict == _LATER:
+            kind, found = "no mean", f"{found}, once what is zero now has grown: {why}"
         raise ValueError(
             f"The gradients of {what} are {kind} over samples, and ranks take their mean. With "
             'init(batch="global"), compute the loss with a keras.losses.Loss or divide it by the number of samples, as '
@@ -106,21 +109,22 @@ def _report(model: Any, verdict: int, ratio: float, why: str) -> None:
 def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool, list[int], str]:
     """Return what the step does, the ratio that says so, whether it limits gradients, and what its metrics get.
 
-    Last comes why nobody knows, for a notice, if an error is why.
+    Last comes why nobody knows, for a notice, if an error is why; or what must grow before gradients are no mean.
     """
     if not all(layer.built for layer in model._flatten_layers()):
         return _UNKNOWN, 0.0, False, [], ""
     try:
         with tries.unchanged_model(model):
             with calm.layers():
-                norms, noisy, kinds, adds_up, limits = _without_chance(model, rest, batch)
+                norms, noisy, kinds, adds_up, limits, grown = _without_chance(model, rest, batch)
             if noisy:
                 norms, kinds = _by_chance(model, rest, batch)
     except Exception as error:  # noqa: BLE001  it may refuse made-up samples; what is wrong with it, it raises again
         text = next(iter(str(error).splitlines()), "")[:_SHOWN]
         return _UNKNOWN, 0.0, False, [], f" (made-up samples could not tell: {type(error).__name__}: {text})"
     # What limits gradients makes no means of them, whatever the loss.
-    found = (_TOGETHER if adds_up is False and not limits else _FINE), 1.0
+    together = _TOGETHER if adds_up is False else _LATER if grown else _FINE
+    found = (_FINE if limits else together), 1.0
     for ours, theirs in zip(*(np.sqrt(np.mean(of_draws**2, axis=0)) for of_draws in norms), strict=True):
         if not ours > 0 or not np.isfinite([ours, theirs]).all():
             continue
@@ -131,34 +135,36 @@ def _verdict(model: Any, rest: list[Any], batch: Any) -> tuple[int, float, bool,
         else:
             verdict = next((v for v, r in ((_FINE, 1), (_SUM, 2)) if abs(ratio - r) < made_up.TOLERANCE), _NEITHER)
         found = max(found, (verdict, ratio))
-    return (*found, limits, kinds, "")
+    return (*found, limits, kinds, ", ".join(grown))
 
 
 def _without_chance(
     model: Any, rest: list[Any], batch: Any
-) -> tuple[list[np.ndarray], bool, list[int], bool | None, bool]:
+) -> tuple[list[np.ndarray], bool, list[int], bool | None, bool, list[str]]:
     """Return what steps give that draw constants only.
 
     Returns:
         The norms of the gradients of one of two ranks, and of one rank that has the samples of both; whether they are
-        random all the same; what metrics get; whether gradients add up (None: nobody knows); whether they are limited.
+        random all the same; what metrics get; whether gradients add up (None: nobody knows); whether they are limited;
+        what must grow before they do not add up.
     """
     samples = made_up.batch(batch)
     trials = _Trials(model, rest, samples)
     norms = trials.norms(2)
     noisy = any((of_draws != of_draws[0]).any() for of_draws in norms)
-    metrics, kinds, adds_up, limits = metric_kinds.of_model(model), trials.kinds(), None, False
+    metrics, kinds, adds_up, limits, grown = metric_kinds.of_model(model), trials.kinds(), None, False, []
     # Parts of a batch say what ranks do, but not where a step draws numbers or asks all ranks.
     if not noisy and not trials.alone.communicates:
         adds_up, moved = _adds_up(trials, batch)
         limit = tries.tolerance(model)
         kinds = [metric_kinds.checked(m, kind, moved, limit) for m, kind in zip(metrics, kinds, strict=True)]
+        grown = _stop_adding_up(trials, batch) if adds_up else []
     if not is_keras_own(model):
         large = _Trials(model, rest, samples, _LARGE)
         _, of_large = large.norms(_DRAWS if noisy else 2)
         # Those of each sample that are limited by themselves have a mean like any other.
         limits = _are_limited(of_large / _LARGE, norms[1]) and not (adds_up and _adds_up(large, batch)[0])
-    return norms, noisy, kinds, adds_up, limits
+    return norms, noisy, kinds, adds_up, limits, grown
 
 
 def _by_chance(model: Any, rest: list[Any], batch: Any) -> tuple[list[np.ndarray], list[int]]:
@@ -219,3 +225,12 @@ def _adds_up(trials: _Trials, batch: Any) -> tuple[bool, list[dict[int, Any]]]:
     moved.append(alone.last)
     limits = tries.tolerance(trials.model) * np.abs([*halves, whole]).max(axis=(0, 2), initial=0)
     return not (np.abs(sum(halves) / 2 - whole).max(axis=1, initial=0) > limits).any(), moved
+
+
+def _stop_adding_up(trials: _Trials, batch: Any) -> list[str]:
+    """Return names of what must grow before the gradients of two parts of a batch do not add up; none if they do."""
+    with later_steps.state(trials.model, trials.rank, trials.alone) as grown:
+        try:
+            return grown if grown and not _adds_up(trials, batch)[0] else []
+        except Exception:  # noqa: BLE001  it may not take such numbers, as an index
+            return []

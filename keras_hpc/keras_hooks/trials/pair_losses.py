@@ -26,7 +26,9 @@ from keras_hpc import backends
 from keras_hpc.keras_hooks.trials import made_up, unchanged
 
 _TOLERANCE = 0.02  # of the largest loss
-_DRAWS = 3  # one that is cut off at 0 may be 0 for all samples of one
+# Of what they were are predictions of the other samples, in each draw. A loss that is cut off at 0 may be 0 for all
+# samples of one, and the same samples may be above the mean beside others that are alike.
+_OTHERS = 1.0, 0.2, 8.0
 # What targets without a value are marked with, for a mask, and of what they were are predictions of the second half, so
 # that the halves have losses of their own. Small logits have not: a product of their means is nearly the mean.
 _SECOND = (None, 0.2), (0.0, 0.2), (-1.0, 0.2), (None, 8.0)
@@ -113,8 +115,9 @@ def depends_on_others(function: Callable[..., Any], dtype: str, y_true: Any, y_p
         y_pred: likewise.
         axis: 0: of samples; 1 and more: of positions, for each of which there must be a value.
     """
-    for draw in range(_DRAWS):
-        these, others = (_made_up((y_true, y_pred), 4 * draw + more) for more in (0, 2))
+    for draw, scale in enumerate(_OTHERS):
+        these, (targets, predictions) = (_made_up((y_true, y_pred), 4 * draw + more) for more in (0, 2))
+        others = targets, keras.tree.map_structure(functools.partial(_scaled, scale), predictions)
         try:
             both = keras.tree.map_structure(lambda x, y: np.concatenate([x, y], axis), these, others)
             with backends.current().outside_programs():
