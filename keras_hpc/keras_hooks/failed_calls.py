@@ -11,6 +11,7 @@ begun this one.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 from keras_hpc import _native
 from keras_hpc.job import current
 from keras_hpc.keras_hooks import running
+
+_OF_SHAPES = re.compile(r"shape|size of tensor|dimension|must be equal|broadcast", re.IGNORECASE)
 
 
 @contextlib.contextmanager
@@ -34,6 +37,7 @@ def running_call(call: running.Call) -> Iterator[None]:
             yield
     except Exception as error:
         if current.is_initialized() and current.job() is job:
+            _explain(job, error)
             _forget(job, call.model, first)
             current.team_of(call.model).tell_later(f"Model.{call.kind}()", None if _is_told(error, handled) else error)
         raise
@@ -67,6 +71,15 @@ def _check_steps(team: Any) -> None:
                 "which they can never end: this job can train no more. Expected an exception that all ranks raise, or "
                 f"that none catches. Received: {plans[0][0]}, {steps} of the team"
             )
+
+
+def _explain(job: current.Job, error: BaseException) -> None:
+    """Add to an error of shapes what a script that was written for one rank may not know."""
+    if job.batch == "global" and job.size > 1 and _OF_SHAPES.search(str(error)):
+        error.add_note(
+            f"If this works without keras_hpc: each of the {job.size} ranks has its part of a batch. A step, layer or loss "
+            "that has the batch size written into it must ask for it, as in keras.ops.shape(x)[0]."
+        )
 
 
 def _forget(job: current.Job, model: Any, first: int) -> None:

@@ -386,3 +386,15 @@ def test_a_step_that_asks_all_ranks_itself_is_exact():
         return values(model)
 
     assert_close(trained(rmse_of_all), on_one_rank(lambda: trained(rmse)), 3e-6)
+
+
+@enough_on("torch", "jax")
+def test_a_step_with_the_batch_size_written_into_it_is_told_that_ranks_have_parts():
+    model = OwnStep(lambda y, p: ops.mean(ops.square(y - p + ops.zeros((BATCH, 1)))))
+    model.compile("sgd")
+    if job().size == 1:
+        model.fit(X[:BATCH], Y[:BATCH], batch_size=BATCH, verbose=0)
+        return
+    with pytest.raises(Exception, match=r"\d") as failed:
+        model.fit(X[:BATCH], Y[:BATCH], batch_size=BATCH, verbose=0)
+    assert f"each of the {job().size} ranks has its part of a batch" in "".join(failed.value.__notes__)
