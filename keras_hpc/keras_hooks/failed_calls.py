@@ -77,8 +77,8 @@ def _explain(job: current.Job, error: BaseException) -> None:
     """Add to an error of shapes what a script that was written for one rank may not know."""
     if job.batch == "global" and job.size > 1 and _OF_SHAPES.search(str(error)):
         error.add_note(
-            f"If this works without keras_hpc: each of the {job.size} ranks has its part of a batch. A step, layer or loss "
-            "that has the batch size written into it must ask for it, as in keras.ops.shape(x)[0]."
+            f"If this works without keras_hpc: each of the {job.size} ranks has its part of a batch. A step, layer or "
+            "loss that has the batch size written into it must ask for it, as in keras.ops.shape(x)[0]."
         )
 
 
