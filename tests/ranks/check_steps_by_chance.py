@@ -45,7 +45,7 @@ def draws_of_torch(p):
 
     numbers = torch.rand(p.shape) + torch.rand_like(p) * torch.randn(*p.shape) + torch.randn_like(p)
     steps = torch.randint(0, 100, p.shape) + torch.randint(high=5, size=p.shape) + torch.bernoulli(0.5 * torch.ones(3))
-    return torch.nn.functional.dropout(numbers + steps / 100) + p.detach()[torch.randperm(len(p))]
+    return torch.nn.functional.dropout(input=numbers + steps / 100) + p.detach()[torch.randperm(len(p))]
 
 
 class Adding(keras.layers.Layer):

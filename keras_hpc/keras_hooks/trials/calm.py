@@ -170,8 +170,8 @@ def _swapped(x: Any, axis: int = 0, seed: Any = None) -> Any:
     return ops.take(x, ops.where(neighbours < ops.shape(x)[axis], neighbours, places), axis)
 
 
-def _same(x: Any, *_: Any, **__: Any) -> Any:
-    return x
+def _same(*given: Any, **named: Any) -> Any:
+    return given[0] if given else next(named[name] for name in ("inputs", "input", "x") if name in named)
 
 
 def _moments(layer: Any, inputs: Any, mask: Any) -> Any:
