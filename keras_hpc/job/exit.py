@@ -66,7 +66,7 @@ class Guard:
     Attributes:
         exit_code: with which `sys.exit` ends this process; 0 while nothing does.
         watchdog: the `Watchdog` of the job, once there is one.
-        is_leaving: whether this rank has come to its end, and waits for the others to come to theirs.
+        is_leaving: whether this rank has come to a good end, and waits for the others to come to theirs.
     """
 
     def __init__(self, comm: Any, rank: int, size: int) -> None:
@@ -163,10 +163,10 @@ def leave(job: Job) -> None:
     """Collective: waits until all ranks leave."""
     if job.size == 1:
         return
-    job.guard.is_leaving = True
     if job.guard.exit_code != 0:  # a launcher's status may mean the same as that of a rank that was killed
         supervised.end_with(job.rank, f"sys.exit({job.guard.exit_code})")
     else:  # the others of a rank that ends with an error would end the job first, with an exit code of their own
+        job.guard.is_leaving = True
         for team in job.all_teams:
             team.leave()  # from now on, a rank that waits for this one on the same node fails at once
     request = job.comm.Ibarrier()
