@@ -13,8 +13,9 @@ from keras_hpc.keras_hooks.data.partition import Shard
 _is_tensorflow_sparse = keras_private.adapter("data_adapter_utils:is_tensorflow_sparse")
 
 UNEQUAL_ROWS = (
-    "Ranks share out the samples of each batch by rows. Expected arrays with a row for each sample. Graphs that are "
-    'merged into one, for example, cannot be shared out so: with init(batch="local") each rank takes whole batches.'
+    "Ranks share out the samples of each batch by rows. Expected arrays with a row for each sample, as many in all. "
+    "Graphs that are merged into one, for example, or batches of two sizes side by side, cannot be shared out so: with "
+    'init(batch="local") each rank takes whole batches.'
 )
 
 
