@@ -92,7 +92,7 @@ def test_rank_0_that_is_stopped(run_ranks):
     check_end(done)
     assert re.search(r"rank 1 waited \d s in step 4 of plan 'gradients' \(team 0\), .* for rank 0\.", done.output)
     assert re.search(r"rank 0 \(\S+, process \d+\) does not answer: its process is stopped", done.output)
-    assert "rank 1 ends the job: uncaught TimeoutError: Tensor 'kernel' of plan 'gradients'" in done.output
+    assert "rank 1 ends the job: uncaught CommunicationTimeoutError: Tensor 'kernel' of plan 'gradients'" in done.output
 
 
 # ---- the report, of ranks that are made up

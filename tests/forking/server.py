@@ -77,6 +77,8 @@ class Server:
         if not text:  # who is gone needs no rank any more: mpiexec has ended its client
             for process, client in self._client_of.items():
                 if client is connection:
+                    with contextlib.suppress(ProcessLookupError):  # it may not have a group of its own yet
+                        os.killpg(process, signal.SIGKILL)  # as mpiexec does: a child of it may hold the output
                     os.kill(process, signal.SIGKILL)
             self._open.remove(connection)
             connection.close()
