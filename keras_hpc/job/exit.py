@@ -124,6 +124,7 @@ class Guard:
 
     def remove(self) -> None:
         """Give `sys` back what it had."""
+        atexit.unregister(self._look_back)
         if self._previous is not None:
             sys.excepthook, sys.exit, os._exit = self._previous
             self._previous = None

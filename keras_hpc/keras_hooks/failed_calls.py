@@ -37,9 +37,11 @@ def running_call(call: running.Call) -> Iterator[None]:
             yield
     except Exception as error:
         if current.is_initialized() and current.job() is job:
-            _explain(job, error)
+            is_told = _is_told(error, handled)
+            if not is_told:  # those of the engine say themselves what they are about
+                _explain(job, error)
             _forget(job, call.model, first)
-            current.team_of(call.model).tell_later(f"Model.{call.kind}()", None if _is_told(error, handled) else error)
+            current.team_of(call.model).tell_later(f"Model.{call.kind}()", None if is_told else error)
         raise
 
 

@@ -23,11 +23,11 @@ def check(model: Any, arguments: Mapping[str, Any]) -> None:
         ValueError: on every rank, if they differ.
     """
     team = current.team_of(model)
-    frequency = arguments.get("validation_freq", 1)
+    validates = arguments.get("validation_data") is not None or bool(arguments.get("validation_split"))
     mine = {
-        "validation data": arguments.get("validation_data") is not None or bool(arguments.get("validation_split")),
-        "epochs": int(arguments.get("epochs", 1)),
-        "validation_freq": frequency if isinstance(frequency, int) else list(frequency),
+        "validation data": "some" if validates else "none",
+        "epochs": str(arguments.get("epochs", 1)),
+        "validation_freq": str(arguments.get("validation_freq", 1)),
     }
     everyone, names = zip(*team.allgather_object([mine, model.name], "what to do in Model.fit()"), strict=True)
     if len(set(names)) > 1 and team.rank == 0 and not current.job().known.names_told:
@@ -44,10 +44,5 @@ def check(model: Any, arguments: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"All ranks must give Model.fit() the same {what}: they train and validate together. What rank 0 alone "
                 "is to print or save goes into callbacks and `verbose`. "
-                f"Received: {_shown(first)} on rank 0 of the team, {_shown(everyone[others[0]][what])} on rank "
-                f"{others[0]}"
+                f"Received: {first} on rank 0 of the team, {everyone[others[0]][what]} on rank {others[0]}"
             )
-
-
-def _shown(value: Any) -> str:
-    return {True: "some", False: "none"}[value] if isinstance(value, bool) else str(value)

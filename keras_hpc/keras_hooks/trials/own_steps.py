@@ -6,9 +6,8 @@ loss is a mean or a sum over samples. So the step is tried before training, with
 samples, as one of two ranks that both have them, and on the same samples twice, as one rank that has all of them. Its
 gradients must be the same. Of a ratio of sums or the root of a mean they are, too. So the step is also tried on other
 samples and on both: the gradients of both must be the mean of those of each, also where numbers that are zero before
-training have grown (see later_steps.py). And if gradients were very large where
-they are computed, the optimizer must get as large ones: a step that clips them clips those of each rank, where one rank
-clips their mean (see clipping.py).
+training have grown (see later_steps.py). And if gradients were very large where they are computed, the optimizer must
+get as large ones: a step that clips them clips those of each rank, where one rank clips their mean (see clipping.py).
 """
 
 from __future__ import annotations
@@ -229,8 +228,8 @@ def _adds_up(trials: _Trials, batch: Any) -> tuple[bool, list[dict[int, Any]]]:
 
 def _stop_adding_up(trials: _Trials, batch: Any) -> list[str]:
     """Return names of what must grow before the gradients of two parts of a batch do not add up; none if they do."""
-    with later_steps.state(trials.model, trials.rank, trials.alone) as grown:
-        try:
+    try:
+        with later_steps.state(trials.model, trials.rank, trials.alone) as grown:
             return grown if grown and not _adds_up(trials, batch)[0] else []
-        except Exception:  # noqa: BLE001  it may not take such numbers, as an index
-            return []
+    except Exception:  # noqa: BLE001  it may not take such numbers, as an index; what else is known of it stays so
+        return []
