@@ -31,7 +31,9 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="make so many throw-away hosts on this machine, with --ranks ranks each (needs root and iproute2)",
     )
-    parser.add_argument("--mbit", type=int, metavar="M", help="bandwidth of each host, Mbit/s each way (default: 2500)")
+    parser.add_argument(
+        "--mbit", type=int, metavar="M", help="bandwidth of each host, Mbit/s each way; 0: no limit (default: 2500)"
+    )
 
 
 def add_command(
@@ -64,10 +66,11 @@ def add_command(
 def world_of(arguments: argparse.Namespace) -> launch.World:
     """The ranks to measure: those that a launcher has started. Without any, starts some and exits with their status."""
     ranks.check(None if arguments.hosts else arguments.ranks, arguments.plot)
-    if arguments.mbit and not arguments.hosts:
+    if arguments.mbit is not None and not arguments.hosts:
         sys.exit("--mbit is the bandwidth of the hosts that --hosts makes. Give both.")
     if not launch.ranks_started():
-        sys.exit(start_ranks(arguments.ranks or 2, arguments.hosts, arguments.mbit or 2500))
+        mbit = 2500 if arguments.mbit is None else arguments.mbit
+        sys.exit(start_ranks(arguments.ranks or 2, arguments.hosts, mbit))
     return ranks.world(arguments.ranks, arguments.hosts)
 
 

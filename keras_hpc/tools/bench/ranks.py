@@ -68,7 +68,7 @@ def begin_report(world: launch.World, kind: str, mbit: int | None = None) -> dic
     Args:
         world: the ranks.
         kind: of the report.
-        mbit: bandwidth of each node's link, Mbit/s, if it is known.
+        mbit: bandwidth of each node's link, Mbit/s, if it is known; 0: no limit.
     """
     nodes = len(set(world.node_of_rank))
     report: dict[str, Any] = {
@@ -81,7 +81,7 @@ def begin_report(world: launch.World, kind: str, mbit: int | None = None) -> dic
     if mbit is not None:
         report["mbit"] = mbit
     if world.rank == 0:
-        network = f" ({mbit} Mbit/s each way)" if mbit is not None else ""
+        network = "" if mbit is None else f" ({mbit} Mbit/s each way)" if mbit else " (links without a limit)"
         print(f"{world.size} ranks on {nodes} node(s){network}, {report['mpi']}; {report['machine']}", flush=True)
     return report
 
