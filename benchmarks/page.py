@@ -91,7 +91,7 @@ def _heading(report: dict[str, Any]) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
         return f"## {kind}: {title}\n\n{' '.join(more) or versions}\n"
     wire = f", ours sent as {report['wire_dtype']} between nodes" if "wire_dtype" in report else ""
-    hosts = f" ({report['mbit']} Mbit/s each way)" if "mbit" in report else ""
+    hosts = f" ({report['mbit']} Mbit/s each way)" if report.get("mbit") else ""
     where = f"{report['ranks']} ranks on {report['nodes']} node{'s' * (report['nodes'] > 1)}{hosts}"
     return f"## {kind}: {where}, {report['mpi']}{wire}\n\n{report['machine']}\n"
 
@@ -219,10 +219,11 @@ def validation_table(rows: Sequence[dict[str, Any]]) -> str:
         if "compute_ms" in row:
             exposed = [f"{row['measured_exposed_ms']:.1f} / {row['simulated_exposed_ms']:.1f}"]
             exposed.append(f"{validation.error(row, 'exposed_ms'):+.0%}")
-        return [str(row["hosts"]), link, f"{row['latency_us']:.0f}", row["what"], *times, *exposed]
+        network = [f"{row['latency_us']:.0f}", f"{row['together_gb_per_s']:.2f}"]
+        return [str(row["hosts"]), link, *network, row["what"], *times, *exposed]
 
     columns = [
-        *("hosts", "link", "latency, us", "what", "measured, ms", "simulated, ms", "error"),
+        *("hosts", "link", "latency, us", "all hosts, GB/s", "what", "measured, ms", "simulated, ms", "error"),
         *("exposed: measured / simulated, ms", "its error"),
     ]
     return _table(columns, map(cells, rows), {"link", "what"})
@@ -231,6 +232,7 @@ def validation_table(rows: Sequence[dict[str, Any]]) -> str:
 def _validation(report: dict[str, Any]) -> str:
     return (
         f"## Scaling: the simulator against the engine, {report['mpi']}\n\n{report['machine']}. Hosts made of "
-        f"namespaces, which share its cores; medians; nothing is fitted. {validation.summary(report['rows'])}.\n\n"
+        "namespaces, which share its cores, and so what these can send (*all hosts*); medians; nothing is fitted. "
+        f"{validation.summary(report['rows'])}.\n\n"
         f"{validation_table(report['rows'])}\n"
     )

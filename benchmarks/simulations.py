@@ -82,9 +82,9 @@ def add_validation(commands: Any) -> None:
     sub.add_argument(
         "--mbit",
         type=numbers,
-        default=[200, 1000, 2500, 0],
+        default=[200, 1000, 2500],
         metavar="LIST",
-        help="bandwidths of their links, Mbit/s; 0: no limit, where latency decides (default: 200,1000,2500,0)",
+        help="bandwidths of their links, Mbit/s, besides links without a limit (default: 200,1000,2500)",
     )
     sub.add_argument("--repeats", type=int, default=3, metavar="N", help="of which the median counts (default: 3)")
     sub.add_argument("--build", type=Path, default=Path("build/simulator"), metavar="FOLDER", help="for the simulator")
@@ -96,20 +96,22 @@ def run_validation(arguments: argparse.Namespace) -> int:
         world = launch.connect(None)
         mbit = int(os.environ.get(hosted.MBIT, 0))
         report = ranks.begin_report(world, "validation", hosted.mbit())
-        report["rows"] = validation.measure(world, known, validation.computing(mbit), arguments.repeats)
+        report["rows"] = validation.measure(world, known, mbit, arguments.repeats)
         ranks.end_report(world, report, arguments.json)
         return 0
     rows: list[dict[str, Any]] = []
     try:
         program = simulator.build(arguments.build)
         with tempfile.TemporaryDirectory() as folder:
-            for hosts, mbit in itertools.product(arguments.hosts, arguments.mbit):
+            for hosts, mbit in itertools.product(arguments.hosts, [0, *filter(None, arguments.mbit)]):
                 file = Path(folder) / "measured.json"
                 options = ["validation", "--repeats", str(arguments.repeats), "--json", str(file)]
                 if (status := hosted.start_ranks(1, hosts, mbit, options)) != 0:
                     return status
                 report = json.loads(file.read_text())
-                rows += validation.add_simulated(program, report["rows"], hosts, mbit, known, Path(folder))
+                if mbit == 0:
+                    together = report["rows"][0]["together_gb_per_s"]
+                rows += validation.add_simulated(program, report["rows"], hosts, mbit, together, known, Path(folder))
                 print(page.validation_table(rows), flush=True)
     except simulator.SimulatorError as error:
         sys.exit(str(error))

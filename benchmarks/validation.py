@@ -3,6 +3,7 @@
 
 Computing is a sleep, so that hosts which share cores do not slow each other down; what travels is real. Nothing is
 fitted: a link has the bandwidth that it was given, less the headers of TCP, and the latency that a message of MPI has.
+TCP of all hosts runs on the cores of one machine: messages share what an alltoall moves where no link has a limit.
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ from keras_hpc.tools import simulator
 from keras_hpc.tools.timeline import Timeline
 
 _PAYLOAD = 1448 / 1514  # of an Ethernet frame of 1,500 bytes, as the link's limit counts it
-_UNLIMITED_GB_PER_S = 5.0
 _MIB = 1 << 20
+_REPEATS, _ROUNDS = 7, 8
 _NEAR = 0.1  # an error that was asked for
 ALGORITHM = "rabenseifner"
 SIZES = (4 << 10, 16 * _MIB)  # of allreduces: one bound by latency, one by bandwidth
 
 
-def measure(world: launch.World, timeline: Timeline, compute_s: list[float], repeats: int) -> list[dict[str, Any]]:
-    """Times allreduces and steps of the engine; on all ranks the same rows. Collective."""
+def measure(world: launch.World, timeline: Timeline, mbit: int, repeats: int) -> list[dict[str, Any]]:
+    """Times messages, allreduces and steps of the engine; on all ranks the same rows. Collective."""
     team = make_team(world, 0, threads=1, timeout_seconds=300, stall_seconds=60)
     team.native.add_choice("network", 0, 1 << 62, ALGORITHM)
     rows: list[dict[str, Any]] = [{"latency_us": _latency(world)}]
+    if mbit == 0:
+        rows[0]["together_gb_per_s"] = _together(world, team)
     for nbytes in SIZES:
         run = _steps(team, f"{nbytes} bytes", _at_once(nbytes))
         rows.append({"what": f"{nbytes:,} bytes", "nbytes": nbytes, "measured_ms": _median(team, run, repeats)})
-    for seconds in compute_s:
+    for seconds in _computing(mbit):
         run = _steps(team, f"step of {seconds} s", dataclasses.replace(timeline, compute_s=seconds, update_s=0.0))
         took = _median(team, run, repeats)
         rows.append(
@@ -62,7 +65,7 @@ def _at_once(nbytes: int) -> Timeline:
     return Timeline((nbytes // 4 // count,) * count, (0.0,) * count, 0.0, 0.0, ())
 
 
-def computing(mbit: int) -> list[float]:
+def _computing(mbit: int) -> list[float]:
     """Seconds of the steps to time on such a link: in the first not all of the reduction can hide."""
     return [800 / mbit, 2400 / mbit] if mbit else [0.2, 0.6]
 
@@ -80,6 +83,19 @@ def _latency(world: launch.World) -> float:
             world.comm.Send(buffer, 0)
         took.append(time.perf_counter() - begin)
     return float(world.comm.bcast(1e6 * statistics.median(took) / 2))
+
+
+def _together(world: launch.World, team: Team) -> float:
+    """What all ranks send at once, GB/s: each 1 MiB to each other one, as buckets travel in such pieces."""
+    splits = [0 if rank == world.rank else _MIB for rank in range(world.size)]
+    pieces, took = np.ones(sum(splits), np.uint8), []
+    for _ in range(_REPEATS):
+        team.barrier()
+        begin = time.perf_counter()
+        for _ in range(_ROUNDS):
+            team.alltoall(pieces, splits)
+        took.append(float(team.allgather(np.array([time.perf_counter() - begin])).max()))
+    return _ROUNDS * len(pieces) * world.size / statistics.median(took) / 1e9
 
 
 def _steps(team: Team, name: str, timeline: Timeline) -> Callable[[], float]:
@@ -100,24 +116,26 @@ def _median(team: Team, run: Callable[[], float], repeats: int) -> float:
 
 
 def add_simulated(
-    program: Path, rows: list[dict[str, Any]], hosts: int, mbit: int, timeline: Timeline, folder: Path
+    program: Path, rows: list[dict[str, Any]], hosts: int, mbit: int, together: float, timeline: Timeline, folder: Path
 ) -> list[dict[str, Any]]:
-    """Returns the rows with what the simulator says."""
+    """Returns the rows with what the simulator says; `together`: GB/s, of links without a limit."""
     latency_us = rows[0]["latency_us"]
-    # A message passes two links. Where they have no limit, they are taken to be as fast as memory: nobody knows.
-    speed = mbit / 8e3 * _PAYLOAD if mbit else _UNLIMITED_GB_PER_S
-    platform = simulator.Platform("namespaces", hosts, speed, latency_us / 2)
+    # A message passes two links, and between them what all share.
+    speed = mbit / 8e3 * _PAYLOAD if mbit else together
+    shared = f'bb_bw="{together}GBps" bb_lat="0us"'
+    platform = simulator.Platform("namespaces", hosts, speed, latency_us / 2, shared)
+    options = ["--algorithm", ALGORITHM]
     found = []
     for row in rows[1:]:
         if "nbytes" in row:
             steps = _at_once(row["nbytes"])
         else:
             steps = dataclasses.replace(timeline, compute_s=row["compute_ms"] / 1e3, update_s=0.0, variation=())
-        options = ["--algorithm", ALGORITHM]
         said = simulator.simulate_steps(program, platform, hosts, folder, steps, options)
         found.append(
             row
-            | {"hosts": hosts, "mbit": mbit, "latency_us": latency_us, "simulated_ms": said["step_ms"]}
+            | {"hosts": hosts, "mbit": mbit, "latency_us": latency_us, "together_gb_per_s": together}
+            | {"simulated_ms": said["step_ms"]}
             | ({"simulated_exposed_ms": said["exposed_ms"]} if "compute_ms" in row else {})
         )
     return found
