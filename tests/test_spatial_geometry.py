@@ -244,4 +244,9 @@ def test_each_part_of_what_is_reshaped_is_a_part_of_the_result(before, after, pa
             shape[axis] = expected[1] - expected[0]
             part = x[(slice(None),) * axis + (slice(*rows),)].reshape(shape)
             np.testing.assert_array_equal(part, y[(slice(None),) * axis + (slice(*expected),)])
-    assert geometry.reshaped((4, 6), (8, 3), [1]) == set()  # samples are no positions
+
+
+@pytest.mark.parametrize("samples", [(4, 8), (None, None)])
+def test_samples_are_no_positions(samples):
+    assert geometry.reshaped((samples[0], 6), (samples[1], 3), [1]) == set()
+    assert geometry.reshaped((samples[0], 2, 2, 5), (samples[1], 2, 5), [2]) == set()  # of as many columns as rows

@@ -28,7 +28,8 @@ from keras_hpc.keras_hooks.trials import pair_losses
 Method = Callable[..., Any]
 _ASKED_ROWS = 8  # of made-up samples, of each axis
 
-asked: weakref.WeakSet[Any] = weakref.WeakSet()  # losses and metrics that do not mix positions
+# Of losses and metrics that do not mix positions: of outputs with how many axes, and along which of these.
+_asked: weakref.WeakKeyDictionary[Any, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,15 @@ class Part:
                 "each position that depends on this position alone; or compile the model again, which finds out that "
                 f"outputs are needed whole. Received: values that change beside others along axis {axis}"
             )
-        asked.add(of)
+        self.note(of, arguments[-1])
+
+    def is_known(self, of: Any, y_pred: Any) -> bool:
+        """Return whether a loss or metric was asked about outputs like these, along all axes that are split."""
+        return _ways(self, y_pred) <= _asked.get(of, set())
+
+    def note(self, of: Any, y_pred: Any) -> None:
+        """Remember that a loss or metric does not mix positions of outputs like these."""
+        _asked.setdefault(of, set()).update(_ways(self, y_pred))
 
     def has_each(self, values: Any) -> bool:
         """Return whether there is a value for each row that is split."""
@@ -95,6 +104,10 @@ class Part:
                 f"Expected the shape (batch, {', '.join(rows)}, ...); or compile the model again, which finds out that "
                 f"outputs are needed whole. Received: {found}"
             )
+
+
+def _ways(part: Part, y_pred: Any) -> set[tuple[int, int]]:
+    return {(len(keras.tree.flatten(y_pred)[0].shape), axis) for axis in part.rows}
 
 
 class _Of(threading.local):
@@ -236,7 +249,7 @@ def share_of_loss(values: Any, reduction: Any) -> float | None:
 def _asking_loss(original: Method) -> Method:
     @functools.wraps(original)
     def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if _of.loss is not None and self not in asked:
+        if _of.loss is not None and not _of.loss.is_known(self, y_pred):
             _of.loss.ask(self, f"The loss `{self.name}`", self.call, self.dtype, y_true, y_pred)
         before, _of.name = _of.name, self.name
         try:
@@ -250,7 +263,7 @@ def _asking_loss(original: Method) -> Method:
 def _asking_metric(original: Method) -> Method:
     @functools.wraps(original)
     def update_state(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if _of.metric is not None and self not in asked:
+        if _of.metric is not None and not _of.metric.is_known(self, y_pred):
             function = functools.partial(self._fn, **self._fn_kwargs)
             _of.metric.ask(self, f"The metric `{self.name}`", function, self.dtype, y_true, y_pred)
         return original(self, y_true, y_pred, sample_weight=sample_weight)

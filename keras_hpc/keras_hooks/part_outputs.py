@@ -81,7 +81,8 @@ def decide(model: Any, batch: Any) -> None:
                 f"so the outputs of model `{model.name}`, which is computed in parts, are whole on all ranks of a group"
             )
         else:
-            part_losses.asked.update(one.of for one in trial.questions)
+            for one in trial.questions:
+                trial.note(one.of, one.arguments[-1])
     state.outputs_are_decided = True
     if not parts.gives_parts(model):
         _check_targets(model, batch)

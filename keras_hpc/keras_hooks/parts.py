@@ -205,17 +205,34 @@ def as_whole(model: Any, batch: Any) -> Any:
     runner = runner_of(model)
     if runner is None or batch is None:
         return batch
-    inputs = [(x.shape, runner.plan.splits[id(x)]) for x in runner.plan.model.inputs]
+    graph = runner.plan.model
+    inputs = [(x.shape, runner.plan.splits[id(x)]) for x in graph.inputs]
     outputs = [(x.shape, split) for x, split in outputs_of(runner.plan)]
     x, *others = keras.utils.unpack_x_y_sample_weight(batch)
-    given = [*zip(keras.tree.flatten(x), inputs, strict=False)]
-    for leaves in map(keras.tree.flatten, others):
+    given = [*zip(_in_order(x, graph.inputs, graph._inputs_struct), inputs, strict=False)]
+    for leaves in (_in_order(other, graph.outputs, graph._outputs_struct) for other in others):
         each = outputs if len(leaves) == len(outputs) else outputs[:1] * len(leaves)
         given += zip(leaves, each, strict=True)
     wholes: dict[int, Any] = {}
     for leaf, of in given:
         wholes.setdefault(id(leaf), _whole(leaf, *of))
     return keras.tree.map_structure(lambda leaf: wholes.get(id(leaf), leaf), batch)
+
+
+def _in_order(given: Any, tensors: Any, structure: Any) -> list[Any]:
+    """Return what is given for the inputs or outputs of a model in their order, where it may be given by their names.
+
+    Args:
+        given: of a batch.
+        tensors: the inputs, or outputs.
+        structure: in which the model has them.
+    """
+    if isinstance(given, dict) and not isinstance(structure, dict):
+        names = [x._keras_history.operation.name for x in tensors]
+        if set(names) == set(given):
+            return [given[name] for name in names]
+    found: list[Any] = keras.tree.flatten(given)
+    return found
 
 
 def _whole(leaf: Any, shape: Any, split: Split) -> Any:

@@ -33,6 +33,7 @@ def same_padding(extent: int, width: int, stride: int) -> int:
 def reshaped(before: Sequence[int | None], after: Sequence[int | None], parts: Sequence[int]) -> frozenset[int]:
     """Return along which axes each part of a tensor that is reshaped is just this part of the result.
 
+    None where samples are not kept, as where rows become samples: then positions of all parts lie between others.
     Axes are merged and divided in runs: the extents of some neighbours before have the product of some afterwards. Of
     a run only the first axis can be cut, if that is one axis before and afterwards, and cut at the same numbers.
 
@@ -41,9 +42,9 @@ def reshaped(before: Sequence[int | None], after: Sequence[int | None], parts: S
         after: likewise.
         parts: into how many each axis behind the first is cut; 1 where none is said.
     """
-    if before[0] != after[0]:
-        return frozenset()
     shapes = [n or 0 for n in before], [n or 0 for n in after]
+    if before[0] != after[0] or math.prod(shapes[0][1:]) != math.prod(shapes[1][1:]):
+        return frozenset()
     found, begins = {0}, [1, 1]
     while all(begin < len(shape) for begin, shape in zip(begins, shapes, strict=True)):
         firsts = [shape[begin] for begin, shape in zip(begins, shapes, strict=True)]

@@ -224,7 +224,9 @@ class Plan:
         if is_layer and any(rank - 1 in split for split in before) and type(layer) not in kinds.MERGES:
             return self._everything(node, before)  # it takes the last axis for channels
         if type(layer) is keras.layers.BatchNormalization:
-            return Step("moments", before, nothing, note=f"sums of 2 x {inputs[0].shape[-1]} numbers")
+            # A mask is another input.
+            fetches = (fetch(self.grid, x.shape, have, before[0]) for x, have in zip(inputs, before, strict=True))
+            return Step("moments", before[:1], tuple(fetches), note=f"sums of 2 x {inputs[0].shape[-1]} numbers")
         if kinds.is_pointwise(layer, rank):
             return self._pointwise(node, before)
         if kinds.mark_of(layer) == "pointwise" or type(layer) is keras.layers.Lambda:

@@ -21,6 +21,7 @@ from spatial_cases import (
     grid,
     integers,
     masked,
+    masked_at_once,
     masked_average,
     norm,
     pixels,
@@ -220,7 +221,7 @@ def padded():
     "network",
     [
         *enough([ties, even], "torch"),
-        *enough([masked, masked_average, centred], "torch"),
+        *enough([masked, masked_at_once, masked_average, centred], "torch"),
         *enough([padded, bordered, integers]),
     ],
 )

@@ -35,6 +35,13 @@ def focused(x):
     return layers.UpSampling2D(2)(layers.Conv2D(6, 3, padding="same")(y))
 
 
+def axial(x):
+    """Rows become samples, of as many columns as there were rows."""
+    rows = ops.reshape(x[:, : x.shape[2]], (-1, *x.shape[2:]))
+    rows = layers.Conv1D(6, 3, padding="same")(rows - ops.mean(rows, axis=1, keepdims=True))
+    return ops.reshape(rows, (-1, x.shape[2], *x.shape[2:]))
+
+
 def swish(x):
     return x * ops.sigmoid(x)
 
@@ -67,6 +74,7 @@ OPERATIONS = {
     "groups": lambda x: ops.mean(ops.reshape(x, (-1, *x.shape[1:3], 2, 3)), axis=-2),
     "layer of groups": lambda x: layers.Reshape((*x.shape[1:3], 6))(layers.Reshape((*x.shape[1:3], 2, 3))(x)),
     "shuffled": shuffled,
+    "axial": axial,
     "transposed": lambda x: ops.transpose(layers.Permute((2, 1, 3))(ops.tanh(x)), (0, 2, 1, 3)),
     "moved": lambda x: ops.moveaxis(ops.swapaxes(x, 2, -1), 2, 3),
     "flipped": lambda x: x + ops.flip(x, axis=1) + ops.roll(x, 2, axis=2),

@@ -69,6 +69,26 @@ def differences(y_true, y_pred):
     return ops.mean(ops.abs(error - ops.roll(error, 1, axis=1)), axis=-1)
 
 
+def weighed(y_true, y_pred):
+    """Rows have weights, which are those of all rows."""
+    weights = ops.convert_to_tensor(np.linspace(0, 1, 13, dtype="float32").reshape(-1, 1))
+    return ops.mean(ops.square(y_true - y_pred), axis=-1) * weights
+
+
+class Beside(keras.losses.Loss):
+    """A value for each position, of which each depends on a neighbour along the last axis but one."""
+
+    def call(self, y_true, y_pred):
+        error = y_true - y_pred
+        return ops.mean(ops.square(error - ops.roll(error, 1, axis=-2)), axis=-1)
+
+
+def of_lines():
+    inputs = keras.Input((13, 8, 2))
+    x = layers.Reshape((13, 16))(layers.Conv2D(2, 3, padding="same")(inputs))
+    return keras.Model(inputs, layers.Conv1D(3, 3, padding="same", activation="softmax")(x))
+
+
 class Found(keras.metrics.Metric):
     """A metric of the user's own: which part of what is true was found."""
 
@@ -130,6 +150,37 @@ def test_losses_that_mix_positions(loss, grid):
 @enough_on("torch")
 def test_metrics_that_mix_positions(grid):
     assert_trains(of_pixels, lambda: "categorical_crossentropy", lambda: [Found(), "mae"])
+
+
+@enough_on("torch")
+def test_a_loss_that_needs_all_positions_though_it_has_a_value_for_each(grid):
+    assert_trains(of_pixels, lambda: weighed)
+
+
+@enough_on("torch")
+def test_one_loss_of_outputs_that_are_split_elsewhere(grid):
+    loss = Beside()
+    assert_trains(of_pixels, lambda: loss)
+    assert_trains(of_lines, lambda: loss)
+
+
+@enough_on("torch")
+def test_samples_by_names_that_are_sorted_otherwise(grid):
+    """Of one tensor all rows are as many as a part of another has."""
+
+    def train():
+        keras.utils.set_random_seed(3)
+        large, small = keras.Input((12, 8, 2), name="z"), keras.Input((6, 8, 2), name="a")
+        x = layers.Conv2D(3, 3, padding="same", activation="tanh")(layers.UpSampling2D((2, 1))(small) + large)
+        half = layers.Conv2D(3, 3, strides=(2, 1), padding="same", name="half")(x)
+        model = keras.Model([large, small], [layers.Conv2D(3, 1, name="last")(x), half])
+        model.compile(keras.optimizers.SGD(0.1), {"last": "mse", "half": "mae"}, metrics={"half": ["mse"]})
+        random = np.random.default_rng(0)
+        samples = {one.name: random.normal(size=(6, *one.shape[1:])).astype("float32") for one in model.inputs}
+        targets = {name: np.ones((6, rows, 8, 3), "float32") for name, rows in (("last", 12), ("half", 6))}
+        return model.fit(samples, targets, batch_size=4, epochs=2, shuffle=False, verbose=0).history, model
+
+    assert_like_one_rank(train, of_weights=1e-5, of_results=1e-5)
 
 
 @enough_on("torch")

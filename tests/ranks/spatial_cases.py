@@ -176,6 +176,13 @@ def even():
     return keras.Model(inputs, layers.Conv2D(2, 2, padding="same")(x))
 
 
+def masked_at_once():
+    """A mask that is an input of a normalization, as no layer before it has destroyed it."""
+    inputs = keras.Input((21, 3))
+    x = layers.Add()([norm()(layers.Masking()(inputs)), layers.Conv1D(3, 3, padding="same")(inputs)])
+    return keras.Model(inputs, layers.Dense(2)(x))
+
+
 def masked(pooled=False):
     """Masks of the inputs, of which some parts of some samples have nothing."""
     inputs = keras.Input((21, 3))

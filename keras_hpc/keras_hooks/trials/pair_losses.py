@@ -106,7 +106,8 @@ def _grows(function: Callable[..., Any], dtype: str, y_true: Any, y_pred: Any) -
 def depends_on_others(function: Callable[..., Any], dtype: str, y_true: Any, y_pred: Any, axis: int = 0) -> bool:
     """Return whether a function gives something else for samples, or positions of them, beside others.
 
-    If it gives no answer, as one that draws random numbers, it does not. Without communication.
+    If it gives no answer, as one that draws random numbers, it does not; but one that fails for a part of the positions
+    needs all of them. Without communication.
 
     Args:
         function: of `y_true` and `y_pred`.
@@ -123,7 +124,7 @@ def depends_on_others(function: Callable[..., Any], dtype: str, y_true: Any, y_p
             with backends.current().outside_programs():
                 alone, again, beside = (_values(function, dtype, given) for given in (these, these, both))
         except Exception:  # noqa: BLE001  it may refuse made-up samples; what is wrong with it, it raises again
-            return False
+            return axis > 0  # weights of all positions, for instance, do not fit those of a part
         if alone.ndim <= axis or not np.array_equal(again, alone):
             return False  # no value for each, or not a number, or random
         if beside.shape != (*alone.shape[:axis], 2 * alone.shape[axis], *alone.shape[axis + 1 :]):
