@@ -291,6 +291,37 @@ def test_a_product_of_means_that_a_layer_adds_is_refused(layer):
         model.fit(X, Y, batch_size=BATCH, verbose=0)
 
 
+class Around(keras.Model):
+    """Trains a model with a layer that adds a loss, and has no `call` itself, as the VQ-VAE of Keras' examples."""
+
+    def __init__(self, reduce):
+        super().__init__()
+        self.inner = dense(Adds(lambda x: reduce(ops.square(x))))
+
+    def train_step(self, data):
+        import tensorflow as tf
+
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(y - self.inner(x, training=True))) + sum(self.inner.losses)
+        weights = self.inner.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="others train no model without call")
+@pytest.mark.parametrize("kind", ["mean", "sum"])
+def test_a_model_without_call_around_one_whose_layers_add_losses(kind):
+    def make():
+        model = Around(getattr(ops, kind))
+        model.compile(keras.optimizers.SGD(0.05))
+        return model
+
+    refused = kind == "sum" and job().size > 1
+    with pytest.raises(ValueError, match="are a sum over samples") if refused else nullcontext():
+        compare(make)
+
+
 class Less(keras.layers.Layer):
     """Takes something off: what its function makes of a batch."""
 
