@@ -13,11 +13,11 @@ NODES, BYTES = 16, 2**20
 # Simulated microseconds on Aries. A change of a schedule, of waiting or of what a lane does changes them: look whether
 # it is what you meant, and put the new ones here.
 EXPECTED = {
-    "recursive_doubling": 2970.061,
-    "rabenseifner": 1026.208,
+    "recursive_doubling": 2919.103,
+    "rabenseifner": 852.52,
     "ring": 624.608,
-    "pairwise": 684.608,
-    "radix_k": 734.216,
+    "pairwise": 642.453,
+    "radix_k": 654.986,
 }
 
 

@@ -137,7 +137,7 @@ bool wait_for(const Patience& patience, Bell& bell, double seconds, Ready&& read
     yield();
     if (ready()) return true;
   }
-  double nap = 2e-6;
+  constexpr double shortest_nap = 2e-6, longest_nap = 50e-6;
   WaitedTime time;
   for (double waited = 0; waited < seconds; waited = time.seconds()) {
     if (patience.then != Patience::Then::sleep) {
@@ -151,8 +151,9 @@ bool wait_for(const Patience& patience, Bell& bell, double seconds, Ready&& read
     Sleeper sleeper(bell);
     if (ready()) return true;
     const double left = std::max(seconds - waited, 1e-6);
+    // Whoever naps for an eighth of what it has waited comes an eighth too late, at most.
+    const double nap = std::clamp(seconds_since(begin) / 8, shortest_nap, longest_nap);
     sleeper.sleep(std::min(left, look() ? nap : slice_seconds));
-    nap = std::min(2 * nap, 50e-6);
   }
   return ready();
 }

@@ -73,16 +73,18 @@ class Team::TensorWait final : public Awaited {
 };
 
 void Team::await(Plan& plan, int tensor) {
+  const TensorWait wait(*this, plan, tensor, Clock::now());
+  // Between nodes each step that is done counts as an answer: whoever waits for the next one is patient again.
   const auto ready = [&] {
     failure_->throw_if_set();
     if (plan.is_complete(tensor)) return true;
-    progress_all();
-    return plan.is_complete(tensor);
+    const bool advanced = progress_all();
+    return plan.is_complete(tensor) || (advanced && wait.is_outside());
   };
   Bell& bell = context_.callers[topology().local_rank];
   int idle = -1;
-  if (!wait_watched(context_, bell, ready, TensorWait(*this, plan, tensor, Clock::now()), &idle))
-    throw late(plan, tensor, idle);
+  while (!plan.is_complete(tensor))
+    if (!wait_watched(context_, bell, ready, wait, &idle)) throw late(plan, tensor, idle);
   // Who was to be woken for what has come just now was this thread.
   progress_all();
 }
