@@ -96,9 +96,16 @@ def test_choices_are_kept_for_the_next_job(run_ranks, tmp_path):
     content = json.loads(kept.read_text())
     (choices,) = content["choices"].values()
     assert {kind for kind, *_ in choices} == {"private"}
-    # The next job takes what it finds: also what no measurement would say.
+    # The next job measures again what was measured once.
     for choice in choices:
-        choice[3] = "library"
+        choice[3] = ["library"]
+    kept.write_text(json.dumps(content))
+    ways()
+    (again,) = json.loads(kept.read_text())["choices"].values()
+    assert all(measured[0] == "library" and len(measured) == 2 for *_, measured in again)
+    # It takes what two have found: also what no measurement would say.
+    for choice in choices:
+        choice[3] = ["library", "library"]
     kept.write_text(json.dumps(content))
     assert ways().count("library") == len(choices)
     assert "64 KiB: staged" in ways(KERAS_HPC_ALLREDUCE="private:0-=staged")
@@ -116,10 +123,30 @@ def test_what_cannot_be_kept_stops_nothing(monkeypatch, tmp_path):
     tuning_cache.save(team, 0, "key")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tuning_cache.save(team, 0, "key")
+    tuning_cache.save(team, 0, "key")
     assert tuning_cache.load("key", 0) == [["private", 0, 1024, "slot"]]
     monkeypatch.setattr(Path, "replace", on_full_disk)
     tuning_cache.save(team, 0, "other")
     assert [path.name for path in (tmp_path / "keras_hpc").iterdir()] == ["allreduce.json"]
+
+
+def test_two_jobs_must_find_the_same_or_three_are_asked(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def measured(*ways):
+        key = "/".join(ways)
+        for way in ways:
+            tuning_cache.save(SimpleNamespace(choices=lambda way=way: [("private", 0, 1024, way)]), 0, key)
+        return [way for *_, way in tuning_cache.load(key, 0)]
+
+    assert measured("slot") == measured("slot", "staged") == []
+    assert (
+        measured("slot", "slot")
+        == measured("library", "slot", "slot")
+        == measured("slot", "staged", "slot")
+        == ["slot"]
+    )
+    assert measured("slot", "staged", "library") == measured("library", "library", "slot", "slot") == ["library"]
 
 
 def without_home():

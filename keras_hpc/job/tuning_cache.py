@@ -4,10 +4,13 @@
 `KERAS_HPC_ALLREDUCE` overrides it, by ranges of sizes: `private:0-1Ki=slot,1Ki-=staged;segment:0-=push` for arrays, and
 `network:0-64Ki=recursive_doubling,64Ki-=ring` for what each rank sends to other nodes, of arrays and gradients; and
 `device:0-=staged` for plans with tensors on GPUs, by their bytes (`device_plans.py` measures these).
+
+One job may measure while others disturb it. So the next one measures again, and a third one if these two disagree.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hashlib
 import json
@@ -31,14 +34,16 @@ _WAYS = {
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _SLOT_BYTES = 64 << 10
 ANY = 2**63  # larger than any array
-_VERSION = 3  # of what is kept: ways or classes of sizes have changed where it differs
+_MEASUREMENTS = 3  # at most, of each class of sizes
+_VERSION = 4  # of what is kept: ways or classes of sizes have changed where it differs
 
 
 Choice = list[Any]  # place, first byte, end, way
+_Kept = dict[tuple[str, int, int], list[str]]  # ways that jobs have measured, of each place, first byte and end
 
 
 def load(key: str, number: int) -> list[Choice]:
-    """Return what an earlier job measured, and then what the user wants.
+    """Return what earlier jobs measured, if that is settled, and then what the user wants.
 
     Args:
         key: names jobs that may share their measurements; see `key_of`.
@@ -47,7 +52,8 @@ def load(key: str, number: int) -> list[Choice]:
     Raises:
         ValueError: `KERAS_HPC_ALLREDUCE` is not understood.
     """
-    kept = [choice for choice in _read().get(key, []) if number == 0 or choice[0] != "device"]
+    settled = [[*where, way] for where, ways in _read().get(key, {}).items() if (way := _settled(ways))]
+    kept = [choice for choice in settled if number == 0 or choice[0] != "device"]
     return [*kept, *parse(os.environ.get(VARIABLE, ""))]
 
 
@@ -57,11 +63,18 @@ def save(team: _native.Team, rank: int, key: str) -> None:
     if rank != 0 or os.environ.get(VARIABLE) or not choices:
         return
     everything = _read()
-    merged = {(place, begin, end): way for place, begin, end, way in (*everything.get(key, []), *choices)}
-    if len(merged) == len(everything.get(key, [])):
+    kept = everything.setdefault(key, {})
+    new = {
+        (place, begin, end): way
+        for place, begin, end, way in choices
+        if not _settled(kept.get((place, begin, end), []))
+    }
+    if not new:
         return
-    everything[key] = [[*where, way] for where, way in merged.items()]
-    text = json.dumps({"version": _VERSION, "choices": everything})
+    for where, way in new.items():
+        kept.setdefault(where, []).append(way)
+    found = {key: [[*where, ways] for where, ways in kept.items()] for key, kept in everything.items()}
+    text = json.dumps({"version": _VERSION, "choices": found})
     with contextlib.suppress(OSError, RuntimeError):
         _file().parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=_file().parent)
@@ -140,7 +153,13 @@ def _file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keras_hpc" / "allreduce.json"
 
 
-def _read() -> dict[str, list[Choice]]:
+def _settled(ways: list[str]) -> str:
+    """Return the way that two measurements have found, or the last of several; empty: measure again."""
+    ((way, times),) = collections.Counter(reversed(ways)).most_common(1) or [("", 0)]
+    return way if times > 1 or len(ways) >= _MEASUREMENTS else ""
+
+
+def _read() -> dict[str, _Kept]:
     """Return the kept choices that are as this version writes them: a cache that was damaged must not stop a job."""
     try:
         kept = json.loads(_file().read_text())
@@ -148,13 +167,17 @@ def _read() -> dict[str, list[Choice]]:
         return {}
     if not isinstance(kept, dict) or kept.get("version") != _VERSION or not isinstance(kept.get("choices"), dict):
         return {}
-    return {key: list(filter(_is_choice, found)) for key, found in kept["choices"].items() if isinstance(found, list)}
+    return {
+        key: {(place, begin, end): ways for place, begin, end, ways in filter(_is_kept, found)}
+        for key, found in kept["choices"].items()
+        if isinstance(found, list)
+    }
 
 
-def _is_choice(found: Any) -> bool:
-    if not isinstance(found, list) or len(found) != 4:
+def _is_kept(found: Any) -> bool:
+    if not isinstance(found, list) or len(found) != 4 or not isinstance(found[3], list):
         return False
-    place, begin, end, way = found
+    place, begin, end, ways = found
     numbers = all(type(number) is int for number in (begin, end)) and 0 <= begin < end <= ANY
-    fits = place in _WAYS and way in _WAYS[place] and (way != "slot" or end <= _SLOT_BYTES + 1)
-    return numbers and fits
+    known = isinstance(place, str) and place in _WAYS and all(way in _WAYS[place] for way in ways)
+    return numbers and known and ("slot" not in ways or end <= _SLOT_BYTES + 1)
