@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,9 @@ def start_ranks(
         mpiexec = launchers.find_mpiexec(launchers.find_library())
         environment = os.environ | launchers.mpiexec_environment(count * hosts, placed=True, pinned=True)
         environment.setdefault("OMP_NUM_THREADS", "1")
-        with Hosts(hosts, mbit or None) as network:
-            environment |= {MBIT: str(mbit)} | network.environment
+        with Hosts(hosts, mbit or None) as network, tempfile.TemporaryDirectory() as cache:
+            # What is measured there is thrown away with them: other hosts of the same name have other links.
+            environment |= {MBIT: str(mbit), "XDG_CACHE_HOME": cache} | network.environment
             everywhere = [(name, count) for name in network.names]
             launcher = launchers.mpiexec_command(mpiexec, count * hosts, everywhere, environment)
             return subprocess.call(network.on_head([*launcher, *command]), env=environment)
