@@ -223,10 +223,10 @@ def find_sums(model: Any, adapter: Any) -> None:
     what = f"What a layer of model `{model.name}`, or its activity_regularizer, gives to add_loss()"
     try:
         added = [_added(model, x) for x in batches]
-    except Exception:
+    except Exception:  # whatever call() raises; raised again, unless the step is the user's own
         if own_steps.is_keras_own(model):
             raise
-        return  # no call() takes such samples, as in a VQ-VAE around another model: its step is tried as a whole
+        return  # which may call nothing with such samples, as a VQ-VAE around another model, and is tried as a whole
     for number, losses in enumerate(zip(*added, strict=True)):
         if len(losses[0].shape) > 0:
             continue
