@@ -42,11 +42,12 @@ def samples(leaf: Any, seed: int = 0, repeats: int = 1, place: int = 0) -> Any:
     return np.broadcast_to(numbers, shape).astype(dtype)
 
 
-def tolerance_of(dtypes: Iterable[Any]) -> float:
+def tolerance_of(dtypes: Iterable[Any], fine: float = _FINE_TOLERANCE) -> float:
     """Return how far numbers that are equal, but for rounding, are apart, as a part of them.
 
     Args:
         dtypes: what they were computed in.
+        fine: what it is on a CPU, in 32 or 64 bits.
     """
     coarse = current.job().device is not None or any("16" in str(dtype) or "float8" in str(dtype) for dtype in dtypes)
-    return TOLERANCE if coarse else _FINE_TOLERANCE
+    return TOLERANCE if coarse else fine

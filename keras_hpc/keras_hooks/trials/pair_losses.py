@@ -25,7 +25,8 @@ import numpy as np
 from keras_hpc import backends
 from keras_hpc.keras_hooks.trials import made_up, unchanged
 
-_TOLERANCE = 0.02  # of the largest loss
+# Of the largest loss, in 32 and 64 bits: a term of little weight may mix samples, and a loss rounds less than a model.
+_FINE_TOLERANCE = 1e-4
 # Of what they were are predictions of the other samples, in each draw. A loss that is cut off at 0 may be 0 for all
 # samples of one, and the same samples may be above the mean beside others that are alike.
 _OTHERS = 1.0, 0.2, 8.0
@@ -116,6 +117,7 @@ def depends_on_others(function: Callable[..., Any], dtype: str, y_true: Any, y_p
         y_pred: likewise.
         axis: 0: of samples; 1 and more: of positions, for each of which there must be a value.
     """
+    tolerance = made_up.tolerance_of([dtype], _FINE_TOLERANCE)
     for draw, scale in enumerate(_OTHERS):
         these, (targets, predictions) = (_made_up((y_true, y_pred), 4 * draw + more) for more in (0, 2))
         others = targets, keras.tree.map_structure(functools.partial(_scaled, scale), predictions)
@@ -130,7 +132,7 @@ def depends_on_others(function: Callable[..., Any], dtype: str, y_true: Any, y_p
         if beside.shape != (*alone.shape[:axis], 2 * alone.shape[axis], *alone.shape[axis + 1 :]):
             return axis > 0
         here = np.take(beside, range(alone.shape[axis]), axis)
-        if (abs(here - alone) > _TOLERANCE * abs(alone).max(initial=0)).any():
+        if (abs(here - alone) > tolerance * abs(alone).max(initial=0)).any():
             return True
     return False
 
