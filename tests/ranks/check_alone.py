@@ -38,6 +38,7 @@ class Listed(keras.metrics.Metric):
         self.seen = []
 
 
+@pytest.mark.skipif(keras.backend.backend() == "jax", reason="compiles each metric")
 @enough_on("torch")
 def test_a_metric_that_counts_in_python_is_the_mean_over_ranks(caplog):
     model = dense()

@@ -115,7 +115,8 @@ def test_a_rank_without_samples_keeps_up(network):
     def train(model, whole):
         return model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["loss"]
 
-    assert_like_one_rank(make, train, TOLERANCE)
+    # Of a dense layer below a normalization the gradient is the rest of numbers that nearly cancel.
+    assert_like_one_rank(make, train, TOLERANCE if network is images else 3e-5)
 
 
 @enough_on("tensorflow", "torch")
