@@ -9,6 +9,7 @@ TCP of all hosts runs on the cores of one machine: messages share what an alltoa
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -37,12 +38,12 @@ def measure(world: launch.World, timeline: Timeline, mbit: int, repeats: int) ->
     """Times messages, allreduces and steps of the engine; on all ranks the same rows. Collective."""
     team = make_team(world, 0, threads=1, timeout_seconds=300, stall_seconds=60)
     team.native.add_choice("network", 0, 1 << 62, ALGORITHM)
-    rows: list[dict[str, Any]] = [{"latency_us": _latency(world)}]
-    if mbit == 0:
-        rows[0]["together_gb_per_s"] = _together(world, team)
+    rows: list[dict[str, Any]] = []
+    speeds = [] if mbit else [_together(world, team)]
     for nbytes in SIZES:
         run = _steps(team, f"{nbytes} bytes", _at_once(nbytes))
         rows.append({"what": f"{nbytes:,} bytes", "nbytes": nbytes, "measured_ms": _median(team, run, repeats)})
+        speeds += [] if mbit else [_together(world, team)]
     for seconds in _computing(mbit):
         run = _steps(team, f"step of {seconds} s", dataclasses.replace(timeline, compute_s=seconds, update_s=0.0))
         took = _median(team, run, repeats)
@@ -54,9 +55,13 @@ def measure(world: launch.World, timeline: Timeline, mbit: int, repeats: int) ->
                 "measured_exposed_ms": took - 1e3 * seconds,
             }
         )
+        speeds += [] if mbit else [_together(world, team)]
+    for row, around in zip(rows, itertools.pairwise(speeds), strict=False):
+        row["together_gb_per_s"] = statistics.harmonic_mean(around)
     team.barrier()
+    network = {"latency_us": _latency(world)} | ({} if mbit else {"together_gb_per_s": statistics.median(speeds)})
     team.close()
-    return rows
+    return [network, *rows]
 
 
 def _at_once(nbytes: int) -> Timeline:
@@ -120,13 +125,14 @@ def add_simulated(
 ) -> list[dict[str, Any]]:
     """Returns the rows with what the simulator says; `together`: GB/s, of links without a limit."""
     latency_us = rows[0]["latency_us"]
-    # A message passes two links, and between them what all share.
-    speed = mbit / 8e3 * _PAYLOAD if mbit else together
-    shared = f'bb_bw="{together}GBps" bb_lat="0us"'
-    platform = simulator.Platform("namespaces", hosts, speed, latency_us / 2, shared)
     options = ["--algorithm", ALGORITHM]
     found = []
     for row in rows[1:]:
+        # A message passes two links, and between them what all share: as was measured just before and after it.
+        all_share = row.get("together_gb_per_s", together)
+        speed = mbit / 8e3 * _PAYLOAD if mbit else all_share
+        shared = f'bb_bw="{all_share}GBps" bb_lat="0us"'
+        platform = simulator.Platform("namespaces", hosts, speed, latency_us / 2, shared)
         if "nbytes" in row:
             steps = _at_once(row["nbytes"])
         else:
@@ -134,7 +140,7 @@ def add_simulated(
         said = simulator.simulate_steps(program, platform, hosts, folder, steps, options)
         found.append(
             row
-            | {"hosts": hosts, "mbit": mbit, "latency_us": latency_us, "together_gb_per_s": together}
+            | {"hosts": hosts, "mbit": mbit, "latency_us": latency_us, "together_gb_per_s": all_share}
             | {"simulated_ms": said["step_ms"]}
             | ({"simulated_exposed_ms": said["exposed_ms"]} if "compute_ms" in row else {})
         )

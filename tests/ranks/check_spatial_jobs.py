@@ -170,9 +170,10 @@ class Batches(keras.utils.PyDataset):
         return tuple(array[4 * index : 4 * index + 4] for array in self.arrays)
 
 
-def _tensorflow_data(x, y):
+def _tensorflow_data(x, y, shuffled=False):
     tf = pytest.importorskip("tensorflow")
-    return tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    return (data.shuffle(8, seed=1) if shuffled else data).batch(4)
 
 
 def test_ranks_that_stand_in_for_a_group_compute_their_parts():
@@ -199,11 +200,12 @@ def test_ranks_that_stand_in_for_a_group_compute_their_parts():
 
 
 @reading
-@pytest.mark.parametrize("source", ["arrays", *enough(["PyDataset", "tf.data"], "torch")])
+@pytest.mark.parametrize("source", ["arrays", *enough(["PyDataset", "tf.data", "shuffled"], "torch")])
 @pytest.mark.parametrize("part", [False, *enough([True], "torch")], ids=["whole", "part"])
 def test_what_ranks_read_themselves(job, source, part):
     make = {"arrays": lambda x, y: (x, y), "PyDataset": lambda x, y: (Batches(x, y),),
-            "tf.data": lambda x, y: (_tensorflow_data(x, y),)}[source]  # fmt: skip
+            "tf.data": lambda x, y: (_tensorflow_data(x, y),),
+            "shuffled": lambda x, y: (_tensorflow_data(x, y, shuffled=True),)}[source]  # fmt: skip
 
     def train(x, y):
         model = network()

@@ -136,7 +136,8 @@ def after_epoch(call: running.Call) -> None:
 def first_samples(arguments: dict[str, Any], adapter: Any) -> Any:
     """Return `(x, y, sample_weight)` of the first samples that a call was given, of arrays all of them.
 
-    `None` where nobody can read them without taking them away from the call.
+    What a pipeline of TensorFlow begins with, where to read it would change what is read next. `None` where nobody can
+    read samples without taking them away from the call.
 
     Args:
         arguments: those of Keras' `EpochIterator`.
@@ -157,7 +158,9 @@ def first_samples(arguments: dict[str, Any], adapter: Any) -> Any:
         if isinstance(x, keras.utils.PyDataset):
             return x[0]
         if _is_tf_dataset(x) and hasattr(x, "take"):
-            return next(iter(x.take(1)), None)
+            from keras_hpc.keras_hooks.data import tf_datasets
+
+            return tf_datasets.constants(x) if tf_datasets.notices_reading(x) else next(iter(x.take(1)), None)
     return None
 
 

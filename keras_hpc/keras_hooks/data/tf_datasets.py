@@ -45,7 +45,7 @@ class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc, valid-type]
         self._batches = {-1: "endless", -2: "unknown number of"}.get(cardinality, str(cardinality))
         self.unseeded = shuffles_without_seed(dataset)
         self.unordered = _has_no_order(dataset)
-        self._content = digest([np.zeros(0), *_constants(dataset)])
+        self._content = digest([np.zeros(0), *constants(dataset)])
         self.unfinished = tf_caches.unfinished(dataset)
 
     @contextlib.contextmanager
@@ -218,19 +218,25 @@ def shuffles_without_seed(dataset: Any) -> bool:
     return any(map(shuffles_without_seed, dataset._inputs()))
 
 
-def _constants(dataset: Any) -> list[Any]:
+def constants(dataset: Any) -> list[Any]:
     """Return the tensors that a pipeline begins with, and the seeds of its shuffles. Reads no element of it."""
     held = [*(getattr(dataset, "_tensors", None) or []), getattr(dataset, "_tensor", None)]
     seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
     # Not what is ragged or sparse, which a pipeline holds as it likes.
     plain = [x for x in (*held, *seeds) if hasattr(x, "numpy") and x.dtype.is_numpy_compatible]
     found = [np.asarray(x) for x in plain]
-    return found + [x for source in dataset._inputs() for x in _constants(source)]
+    return found + [x for source in dataset._inputs() for x in constants(source)]
 
 
 def shuffles(dataset: Any) -> bool:
     """Whether there is a `shuffle` somewhere in the pipeline. Each new iterator then has another order."""
     return "Shuffle" in type(dataset).__name__ or any(map(shuffles, dataset._inputs()))
+
+
+def notices_reading(dataset: Any) -> bool:
+    """Whether to read a pipeline changes what the next one who reads it is given, or what is in its cache."""
+    moves = any(kind in type(dataset).__name__ for kind in ("Shuffle", "FlatMap", "Random", "Cache"))
+    return moves or any(map(notices_reading, dataset._inputs()))  # a generator of the user's is read in a FlatMap
 
 
 def _check_batched(spec: Any) -> None:
