@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -14,6 +14,7 @@ from keras_hpc.job import current
 ROWS = 4
 TOLERANCE = 0.02  # of what is equal but for rounding
 _FINE_TOLERANCE = 1e-3  # likewise, on a CPU, in 32 or 64 bits
+_SIGNS = (1, -1, 1, 1), (1, -1, -1, 1)  # of rows
 _UNKNOWN_LENGTH = 8  # of axes whose length is not known
 
 
@@ -40,6 +41,38 @@ def samples(leaf: Any, seed: int = 0, repeats: int = 1, place: int = 0) -> Any:
     rows = np.arange(1, ROWS + 1) // repeats
     numbers = rows.reshape(-1, *[1] * (len(shape) - 1)) % (seed + 2) > 0  # may be a class or a mask
     return np.broadcast_to(numbers, shape).astype(dtype)
+
+
+def with_signs(part: int, marks: Sequence[float], array: Any) -> Any:
+    """Return numbers of which some are below zero, so that a mask of the user's own leaves others of each part.
+
+    Args:
+        part: 0 or 1, of a batch.
+        marks: what its first rows are instead.
+        array: the numbers, as made up.
+    """
+    if array is None or array.dtype.kind != "f" or not array.ndim:
+        return array
+    signs = np.array(_SIGNS[part], array.dtype).reshape(-1, *[1] * (array.ndim - 1))
+    signed = array * signs
+    for row, mark in enumerate(marks):
+        signed[row] = mark
+    return signed
+
+
+def missing() -> tuple[float, ...]:
+    """Return what else than 0 and -1 marks targets without a value, for a mask of the user's own."""
+    # A GPU whose class is one of these may take no more programs.
+    return () if current.job().device is not None else (np.nan, -999.0)
+
+
+def without_a_value(mark: float | None, array: Any) -> Any:
+    """Return targets of which the first sample is marked as having none."""
+    if mark is None or array is None or array.dtype.kind != "f" or not array.ndim:
+        return array
+    marked = array.copy()
+    marked[0] = mark
+    return marked
 
 
 def tolerance_of(dtypes: Iterable[Any]) -> float:

@@ -26,7 +26,7 @@ from keras_hpc.job import current
 from keras_hpc.keras_hooks import running
 from keras_hpc.keras_hooks.trials import made_up, unchanged
 
-_SECOND = 0.2, 8.0  # what numbers of the second rank are multiplied with, so that ranks have values of their own
+_SECOND = 0.2, 8.0, -1.0  # what numbers of the second rank are multiplied with, so that ranks have values of their own
 _PARTS = (1, 1), (2, 1)  # how many made-up batches each rank has
 
 _LARGEST = 4 << 20  # values of a sample that are made up

@@ -32,6 +32,7 @@ _OTHERS = 1.0, 0.2, 8.0
 # What targets without a value are marked with, for a mask, and of what they were are predictions of the second half, so
 # that the halves have losses of their own. Small logits have not: a product of their means is nearly the mean.
 _SECOND = (None, 0.2), (0.0, 0.2), (-1.0, 0.2), (None, 8.0)
+_SIGNED = np.inf  # in the place of such a mark: targets have both signs
 REFUSED = (
     "{what} is neither a mean nor a sum over samples, but one number for a whole batch, as a ratio of sums, the root "
     "of a mean or a product of means is, and each rank has a part of the batch. So ranks cannot compute what one rank "
@@ -177,10 +178,14 @@ def ask_number(function: Callable[..., Any], dtype: str | None, y_true: Any, y_p
         y_true: what it gets in a step, of which only shapes and dtypes matter.
         y_pred: likewise.
     """
-    sums = []
-    for draw, (missing, scale) in enumerate(_SECOND):
+    sums: list[bool] = []
+    for draw, (missing, scale) in enumerate((*_SECOND, *((mark, 0.2) for mark in made_up.missing()), (_SIGNED, 0.2))):
         first, (targets, predictions) = (_made_up((y_true, y_pred), 4 * draw + more) for more in (0, 2))
-        targets = keras.tree.map_structure(functools.partial(_without_a_value, missing), targets)
+        if missing is _SIGNED:
+            first = keras.tree.map_structure(functools.partial(made_up.with_signs, 0, ()), first[0]), first[1]
+            targets = keras.tree.map_structure(functools.partial(made_up.with_signs, 1, ()), targets)
+        else:
+            targets = keras.tree.map_structure(functools.partial(made_up.without_a_value, missing), targets)
         second = targets, keras.tree.map_structure(functools.partial(_scaled, scale), predictions)
         try:
             both = keras.tree.map_structure(lambda x, y: np.concatenate([x, y]), first, second)
@@ -189,7 +194,9 @@ def ask_number(function: Callable[..., Any], dtype: str | None, y_true: Any, y_p
                     float(np.mean(_values(function, dtype, y))) for y in (both, first, second, first)
                 )
         except Exception:  # noqa: BLE001  as above
-            return Answer()
+            if not sums:
+                return Answer()
+            continue
         if not np.isfinite([whole, *halves]).all() or whole == sum(halves) == 0:
             continue  # as where predictions are to be probabilities
         if again != halves[0]:
@@ -214,15 +221,6 @@ def adds_up(whole: float, halves: Sequence[float], dtypes: Iterable[Any]) -> boo
 
 def _scaled(scale: float, array: np.ndarray) -> np.ndarray:
     return array * array.dtype.type(scale) if array.dtype.kind == "f" else array
-
-
-def _without_a_value(missing: float | None, array: np.ndarray) -> np.ndarray:
-    """Return targets of which the first sample is marked as having none."""
-    if missing is None or array.dtype.kind != "f" or not array.ndim:
-        return array
-    marked = array.copy()
-    marked[0] = missing
-    return marked
 
 
 def _is_users(loss: Any) -> bool:

@@ -219,6 +219,39 @@ def _dense(gradient: Any) -> Any:
     return keras.ops.convert_to_tensor(gradient)
 
 
+def pairs_of_parts(rank: Tries, samples: Any, batch: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield pairs of parts of a batch, of samples that are not alike.
+
+    In those after the first pair numbers have both signs, and targets may have no value. A mask of the user's own,
+    which leaves as many samples of each part otherwise, then leaves fewer of one.
+
+    Args:
+        rank: that has tried the first samples.
+        samples: the first ones.
+        batch: what all are made like.
+    """
+    others = other_samples(rank, samples, batch)
+    yield samples, others
+    if _divides_alike(rank):
+        return
+
+    yield (
+        keras.tree.map_structure(functools.partial(made_up.with_signs, 0, ()), samples),
+        keras.tree.map_structure(functools.partial(made_up.with_signs, 1, (0, -1)), others),
+    )
+    if isinstance(others, (list, tuple)) and len(others) > 1:
+        x, y, *weights = others
+        for missing in made_up.missing():
+            marked = keras.tree.map_structure(functools.partial(made_up.without_a_value, missing), y)
+            same: Any = type(others)
+            yield samples, same([x, marked, *weights])
+
+
+def _divides_alike(rank: Tries) -> bool:
+    """Return whether the twin of a step divides by as large a sum of weights or of a mask as the rank itself."""
+    return rank.step is not None and rank.step.uses["divisors"] > 0
+
+
 def other_samples(rank: Tries, samples: Any, batch: Any) -> Any:
     """Return samples that are not like the first ones, for the other rank.
 
@@ -227,8 +260,7 @@ def other_samples(rank: Tries, samples: Any, batch: Any) -> Any:
         samples: the first ones.
         batch: what both are made like.
     """
-    # The twin divides by as large a sum of weights or of a mask as this rank.
-    alike = rank.step is not None and rank.step.uses["divisors"] > 0
+    alike = _divides_alike(rank)
 
     def other(mine: Any, numbers: Any) -> Any:
         numbers = mine if alike and mine.dtype.kind != "f" else numbers
