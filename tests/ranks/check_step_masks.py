@@ -28,6 +28,7 @@ def _job():
 MASKS = {
     "positive": lambda y: y > 0,
     "negative": lambda y: y < 0,
+    "large": lambda y: y > 9.0,
     "not 0": lambda y: ops.not_equal(y, 0.0),
     "not -1": lambda y: ops.not_equal(y, -1.0),
     "not -999": lambda y: ops.not_equal(y, -999.0),

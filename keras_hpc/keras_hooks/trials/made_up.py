@@ -14,7 +14,9 @@ from keras_hpc.job import current
 ROWS = 4
 TOLERANCE = 0.02  # of what is equal but for rounding
 _FINE_TOLERANCE = 1e-3  # likewise, on a CPU, in 32 or 64 bits
-_SIGNS = (1, -1, 1, 1), (1, -1, -1, 1)  # of rows
+# What numbers of rows are multiplied with, in two parts, so that a mask leaves others of each: a sign, or a threshold.
+SIGNS = (1, -1, 1, 1), (1, -1, -1, 1)
+SIZES = (1, 100, 1, 1), (1000, 1, 1000, 1)
 _UNKNOWN_LENGTH = 8  # of axes whose length is not known
 
 
@@ -43,21 +45,20 @@ def samples(leaf: Any, seed: int = 0, repeats: int = 1, place: int = 0) -> Any:
     return np.broadcast_to(numbers, shape).astype(dtype)
 
 
-def with_signs(part: int, marks: Sequence[float], array: Any) -> Any:
-    """Return numbers of which some are below zero, so that a mask of the user's own leaves others of each part.
+def multiplied(factors: Sequence[float], marks: Sequence[float], array: Any) -> Any:
+    """Return numbers with rows that are multiplied, of which some are then something else.
 
     Args:
-        part: 0 or 1, of a batch.
-        marks: what its first rows are instead.
+        factors: of each row.
+        marks: what the first rows are instead.
         array: the numbers, as made up.
     """
     if array is None or array.dtype.kind != "f" or not array.ndim:
         return array
-    signs = np.array(_SIGNS[part], array.dtype).reshape(-1, *[1] * (array.ndim - 1))
-    signed = array * signs
+    made = array * np.array(factors, array.dtype).reshape(-1, *[1] * (array.ndim - 1))
     for row, mark in enumerate(marks):
-        signed[row] = mark
-    return signed
+        made[row] = mark
+    return made
 
 
 def missing() -> tuple[float, ...]:

@@ -32,7 +32,6 @@ _OTHERS = 1.0, 0.2, 8.0
 # What targets without a value are marked with, for a mask, and of what they were are predictions of the second half, so
 # that the halves have losses of their own. Small logits have not: a product of their means is nearly the mean.
 _SECOND = (None, 0.2), (0.0, 0.2), (-1.0, 0.2), (None, 8.0)
-_SIGNED = np.inf  # in the place of such a mark: targets have both signs
 REFUSED = (
     "{what} is neither a mean nor a sum over samples, but one number for a whole batch, as a ratio of sums, the root "
     "of a mean or a product of means is, and each rank has a part of the batch. So ranks cannot compute what one rank "
@@ -179,11 +178,16 @@ def ask_number(function: Callable[..., Any], dtype: str | None, y_true: Any, y_p
         y_pred: likewise.
     """
     sums: list[bool] = []
-    for draw, (missing, scale) in enumerate((*_SECOND, *((mark, 0.2) for mark in made_up.missing()), (_SIGNED, 0.2))):
-        first, (targets, predictions) = (_made_up((y_true, y_pred), 4 * draw + more) for more in (0, 2))
-        if missing is _SIGNED:
-            first = keras.tree.map_structure(functools.partial(made_up.with_signs, 0, ()), first[0]), first[1]
-            targets = keras.tree.map_structure(functools.partial(made_up.with_signs, 1, ()), targets)
+    marks: tuple[tuple[Any, float], ...] = (
+        *_SECOND,
+        *((mark, 0.2) for mark in (*made_up.missing(), made_up.SIGNS, made_up.SIZES)),
+    )
+    for draw, (missing, scale) in enumerate(marks):
+        first, (targets, predictions) = (_made_up((y_true, y_pred), 4 * draw + part) for part in (0, 2))
+        if isinstance(missing, tuple):
+            changes = [functools.partial(made_up.multiplied, factors, ()) for factors in missing]
+            first = keras.tree.map_structure(changes[0], first[0]), first[1]
+            targets = keras.tree.map_structure(changes[1], targets)
         else:
             targets = keras.tree.map_structure(functools.partial(made_up.without_a_value, missing), targets)
         second = targets, keras.tree.map_structure(functools.partial(_scaled, scale), predictions)

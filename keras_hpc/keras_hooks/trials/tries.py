@@ -222,8 +222,8 @@ def _dense(gradient: Any) -> Any:
 def pairs_of_parts(rank: Tries, samples: Any, batch: Any) -> Iterator[tuple[Any, Any]]:
     """Yield pairs of parts of a batch, of samples that are not alike.
 
-    In those after the first pair numbers have both signs, and targets may have no value. A mask of the user's own,
-    which leaves as many samples of each part otherwise, then leaves fewer of one.
+    In those after the first pair numbers have both signs, and targets are large, or have no value. A mask of the
+    user's own, which leaves as many samples of each part otherwise, then leaves fewer of one.
 
     Args:
         rank: that has tried the first samples.
@@ -236,15 +236,21 @@ def pairs_of_parts(rank: Tries, samples: Any, batch: Any) -> Iterator[tuple[Any,
         return
 
     yield (
-        keras.tree.map_structure(functools.partial(made_up.with_signs, 0, ()), samples),
-        keras.tree.map_structure(functools.partial(made_up.with_signs, 1, (0, -1)), others),
+        keras.tree.map_structure(functools.partial(made_up.multiplied, made_up.SIGNS[0], ()), samples),
+        keras.tree.map_structure(functools.partial(made_up.multiplied, made_up.SIGNS[1], (0, -1)), others),
     )
-    if isinstance(others, (list, tuple)) and len(others) > 1:
-        x, y, *weights = others
-        for missing in made_up.missing():
-            marked = keras.tree.map_structure(functools.partial(made_up.without_a_value, missing), y)
-            same: Any = type(others)
-            yield samples, same([x, marked, *weights])
+    if not isinstance(others, (list, tuple)) or len(others) < 2:
+        return
+    same: Any = type(others)  # PyTorch's trees tell lists from tuples
+
+    def with_targets(change: Any, part: Any) -> Any:
+        x, y, *weights = part
+        return same([x, keras.tree.map_structure(change, y), *weights])
+
+    large = [functools.partial(made_up.multiplied, sizes, ()) for sizes in made_up.SIZES]
+    yield with_targets(large[0], samples), with_targets(large[1], others)
+    for mark in made_up.missing():
+        yield samples, with_targets(functools.partial(made_up.without_a_value, mark), others)
 
 
 def _divides_alike(rank: Tries) -> bool:
