@@ -18,6 +18,7 @@ import numpy as np
 from keras_hpc.job import current
 from keras_hpc.keras_hooks import keras_private, parts, running
 from keras_hpc.keras_hooks.state import variables
+from keras_hpc.keras_hooks.trials import unchanged
 
 
 def install(job: Any, patcher: Any) -> None:
@@ -84,7 +85,8 @@ def build(model: Any, batch: Any, *, metrics: bool = False) -> None:
     if is_built(model) and (not metrics or counts(model)):
         return
     try:
-        model._symbolic_build(data_batch=keras.tree.map_structure(symbolic, batch))
+        with unchanged.numbers(_counting(model)):
+            model._symbolic_build(data_batch=keras.tree.map_structure(symbolic, batch))
     except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError):  # whatever a call() may raise
         # A model without call(), as a GAN's with a train_step of its own, is built by its first step. What is wrong
         # with a model is raised by that step, too.
@@ -92,6 +94,17 @@ def build(model: Any, batch: Any, *, metrics: bool = False) -> None:
             # Where Keras tries to build only a model that is called: the next compile() may give this one more layers.
             model._tracker.unlock()
         return
+
+
+def _counting(model: Any) -> list[Any]:
+    """Return what may count in Python how often it is called, where each step is: the model, its layers and metrics."""
+    if not model.run_eagerly:
+        return []
+    of_compile = getattr(getattr(model, "_compile_metrics", None), "_user_metrics", None)
+    given = [metric for metric in keras.tree.flatten(of_compile) if isinstance(metric, keras.metrics.Metric)]
+    # What is not built may note numbers of its first input where it is built.
+    built = [layer for layer in model._flatten_layers() if layer.built]
+    return variables.unique([*built, *model.metrics, *given])
 
 
 def trace(model: Any, step: Callable[[Any], Any], element_spec: Any) -> None:

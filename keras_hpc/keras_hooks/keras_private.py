@@ -97,6 +97,8 @@ REQUIRED = [
 GLOBAL_SEED_GENERATOR = "global_seed_generator"
 # That under which it keeps the seed of `keras.utils.set_random_seed`.
 GLOBAL_RANDOM_SEED = "global_random_seed"
+# What TensorFlow uses beside the seed of an operation where no global one is set.
+TENSORFLOW_UNSET_SEED = 87654321
 
 # Present in some versions only: `find` returns None where they are missing.
 OPTIONAL = {
@@ -210,9 +212,8 @@ def entry_layer() -> Any:
 
 def tensorflow_seed(tensorflow: Any) -> int | None:
     """Return TensorFlow's global seed, or None where it is not set."""
-    unset = 87654321  # what TensorFlow uses then, beside the seed of an operation
-    found = tensorflow.compat.v1.random.get_seed(1)[0]
-    return None if found in (None, unset) else int(found)
+    found = getattr(*tensorflow_seed_holder(tensorflow))
+    return None if found is None else int(found)
 
 
 def tensorflow_seed_holder(tensorflow: Any) -> tuple[Any, str]:

@@ -89,6 +89,26 @@ def test_operations_of_tensorflow_differ_by_rank_in_steps_only(eager):
     assert all(numbers == outside[0] for numbers in outside)
 
 
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="of TensorFlow's own seed")
+def test_an_order_with_a_seed_is_that_of_a_script_without_init():
+    """It may say which samples are for validation, in a run that goes on, too. One without a seed is that of all."""
+    import tensorflow as tf
+    from tensorflow.python.eager import context
+
+    def order(seed=None):
+        return [int(x) for x in tf.data.Dataset.range(50).shuffle(50, seed)]
+
+    keras_hpc.finalize()
+    context.context()._seed = None
+    expected = order(seed=7)
+    random.seed()
+    keras_hpc.init(shard=False)
+    mine = [order(seed=7), order(), order()]
+    assert mine[0] == expected
+    assert mine[1] != mine[2]
+    assert everyone(mine) == [mine] * job().size
+
+
 def test_scripts_draw_the_same_on_all_ranks():
     keras.layers.Dense(3).build((None, 6))  # draws from Python's own generator
     drawn = [random.random(), np.random.normal(), keras.initializers.GlorotUniform()((4, 4))]

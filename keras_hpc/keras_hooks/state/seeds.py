@@ -78,10 +78,13 @@ def share(team: Any) -> None:
     """Give all ranks the root's states of the generators that scripts draw from. Collective on all ranks."""
     tensorflow = sys.modules.get("tensorflow")
     if team.rank == 0 and tensorflow is not None and _tensorflow_seed(tensorflow) is None:
-        # Without a seed TensorFlow gives each process, and each `Dataset.shuffle`, an order of its own.
-        # The seed comes from Python's generator, which is not drawn from: a script draws what it draws on one rank.
+        # Without a seed TensorFlow gives each process, and each `Dataset.shuffle`, an order of its own. The seed comes
+        # from Python's generator, which is not drawn from: a script draws what it draws on one rank. Operations with a
+        # seed take the global one modulo 2^31 - 1, and that is what they take where none is set: samples that a data
+        # set with a seed holds back for validation are the same whenever the script runs.
         state = hashlib.sha256(repr(random.getstate()).encode()).digest()
-        tensorflow.random.set_seed(int.from_bytes(state[:4], "little") >> 1)
+        number = int.from_bytes(state[:4], "little") >> 1
+        tensorflow.random.set_seed(keras_private.TENSORFLOW_UNSET_SEED + number * (2**31 - 1))
     states = host_states()
     mine = {name: [array.dtype.name, list(array.shape)] for name, array in states.items()}
     theirs = team.allgather_object(mine, "keras_hpc.init()")[0]

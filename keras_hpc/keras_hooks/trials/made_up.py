@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -14,6 +14,10 @@ from keras_hpc.job import current
 ROWS = 4
 TOLERANCE = 0.02  # of what is equal but for rounding
 _FINE_TOLERANCE = 1e-3  # likewise, on a CPU, in 32 or 64 bits
+# What numbers of rows are multiplied with, in two parts, so that a mask leaves others of each: a sign, or a threshold.
+SIGNS = (1, -1, 1, 1), (1, -1, -1, 1)
+SIZES = (1, 100, 1, 1), (1000, 1, 1000, 1)
+MISSING = np.nan, -999.0  # what else than 0 and -1 marks targets without a value
 _UNKNOWN_LENGTH = 8  # of axes whose length is not known
 
 
@@ -40,6 +44,39 @@ def samples(leaf: Any, seed: int = 0, repeats: int = 1, place: int = 0) -> Any:
     rows = np.arange(1, ROWS + 1) // repeats
     numbers = rows.reshape(-1, *[1] * (len(shape) - 1)) % (seed + 2) > 0  # may be a class or a mask
     return np.broadcast_to(numbers, shape).astype(dtype)
+
+
+def multiplied(factors: Sequence[float], marks: Sequence[float], array: Any) -> Any:
+    """Return numbers with rows that are multiplied, of which some are then something else.
+
+    Args:
+        factors: of each row.
+        marks: what the first rows are instead.
+        array: the numbers, as made up.
+    """
+    if array is None or array.dtype.kind != "f" or not array.ndim:
+        return array
+    made = array * np.array(factors, array.dtype).reshape(-1, *[1] * (array.ndim - 1))
+    for row, mark in enumerate(marks):
+        made[row] = mark
+    return made
+
+
+def may_be_any() -> bool:
+    """Return whether targets may be any number, and not only such as users give.
+
+    They may be classes, written as numbers. A GPU that is given one which is out of range takes no more programs.
+    """
+    return current.job().device is None
+
+
+def without_a_value(mark: float | None, array: Any) -> Any:
+    """Return targets of which the first sample is marked as having none."""
+    if mark is None or array is None or array.dtype.kind != "f" or not array.ndim:
+        return array
+    marked = array.copy()
+    marked[0] = mark
+    return marked
 
 
 def tolerance_of(dtypes: Iterable[Any], fine: float = _FINE_TOLERANCE) -> float:

@@ -69,14 +69,18 @@ def checked(metric: Any, kind: int, moved: Sequence[dict[int, Any]], tolerance: 
         tolerance: how far numbers that are equal, but for rounding, are apart, as a part of them.
     """
     first, second, whole = (_counted(metric, of_part) for of_part in moved)
-    expected = first + second if kind == SUM else (first + second) / 2
+    totals, counts = np.sum([_total_and_count(metric, of_part) for of_part in moved[:2]], axis=0)
+    merged = totals / counts if counts else 0.0  # parts with weights of their own samples have other counts
+    expected = first + second if kind == SUM else merged
     limit = tolerance * max(abs(first), abs(second), abs(whole))
     return NEITHER if kind != UNKNOWN and abs(whole - expected) > limit else kind
 
 
 def _counted(metric: Any, moved: dict[int, Any]) -> float:
-    total = float(moved.get(id(metric.total), 0.0))
-    if isinstance(metric, keras.metrics.Sum):
-        return total
-    count = float(moved.get(id(metric.count), 0.0))
+    total, count = _total_and_count(metric, moved)
     return total / count if count else 0.0
+
+
+def _total_and_count(metric: Any, moved: dict[int, Any]) -> tuple[float, float]:
+    is_sum = isinstance(metric, keras.metrics.Sum)
+    return float(moved.get(id(metric.total), 0.0)), 1.0 if is_sum else float(moved.get(id(metric.count), 0.0))

@@ -12,6 +12,7 @@ get as large ones: a step that clips them clips those of each rank, where one ra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -156,7 +157,8 @@ def _without_chance(
     if not noisy and not trials.alone.communicates:
         adds_up, moved = _adds_up(trials, batch)
         limit = tries.tolerance(model)
-        kinds = [metric_kinds.checked(m, kind, moved, limit) for m, kind in zip(metrics, kinds, strict=True)]
+        for of_batch in moved:
+            kinds = [metric_kinds.checked(m, kind, of_batch, limit) for m, kind in zip(metrics, kinds, strict=True)]
         grown = _stop_adding_up(trials, batch) if adds_up else []
     if not is_keras_own(model):
         large = _Trials(model, rest, samples, _LARGE)
@@ -209,21 +211,28 @@ def _sure(one_of_two: np.ndarray, alone: np.ndarray) -> bool:
     return bool(((distance > _SURE * error) | ~np.isfinite(error)).all())
 
 
-def _adds_up(trials: _Trials, batch: Any) -> tuple[bool, list[dict[int, Any]]]:
+def _adds_up(trials: _Trials, batch: Any) -> tuple[bool, list[Sequence[dict[int, Any]]]]:
     """Return whether the gradients of two parts of a batch have those of the batch as their mean.
 
-    And by how much variables of metrics have moved for each part, and for both together.
+    And by how much variables of metrics have moved for each part, and for both together, of each batch.
     """
-    rank, alone, samples = trials.rank, trials.alone, trials.samples
-    others = tries.other_samples(rank, samples, batch)
-    halves, moved = [], []
-    for part in (samples, others):
-        halves.append(rank.projections(part))
-        moved.append(rank.last)
-    whole = alone.projections(tries.joined(samples, others))
-    moved.append(alone.last)
-    limits = tries.tolerance(trials.model) * np.abs([*halves, whole]).max(axis=(0, 2), initial=0)
-    return not (np.abs(sum(halves) / 2 - whole).max(axis=1, initial=0) > limits).any(), moved
+    rank, alone, found = trials.rank, trials.alone, True
+    moved: list[Sequence[dict[int, Any]]] = []
+    for number, parts in enumerate(tries.pairs_of_parts(rank, trials.samples, batch)):
+        try:
+            halves, of_parts = [], []
+            for part in parts:
+                halves.append(rank.projections(part))
+                of_parts.append(rank.last)
+            whole = alone.projections(tries.joined(*parts))
+        except Exception:
+            if not number:
+                raise
+            continue  # it may refuse numbers below zero, and those that are none
+        moved.append([*of_parts, alone.last])
+        limits = tries.tolerance(trials.model) * np.abs([*halves, whole]).max(axis=(0, 2), initial=0)
+        found = found and not (np.abs(sum(halves) / 2 - whole).max(axis=1, initial=0) > limits).any()
+    return found, moved
 
 
 def _stop_adding_up(trials: _Trials, batch: Any) -> list[str]:

@@ -179,10 +179,17 @@ def ask_number(function: Callable[..., Any], dtype: str | None, y_true: Any, y_p
         y_true: what it gets in a step, of which only shapes and dtypes matter.
         y_pred: likewise.
     """
-    sums = []
-    for draw, (missing, scale) in enumerate(_SECOND):
-        first, (targets, predictions) = (_made_up((y_true, y_pred), 4 * draw + more) for more in (0, 2))
-        targets = keras.tree.map_structure(functools.partial(_without_a_value, missing), targets)
+    sums: list[bool] = []
+    others = (*made_up.MISSING, made_up.SIZES) if made_up.may_be_any() else ()
+    marks: list[tuple[Any, float]] = [*_SECOND, (made_up.SIGNS, 0.2), *((mark, 0.2) for mark in others)]
+    for draw, (missing, scale) in enumerate(marks):
+        first, (targets, predictions) = (_made_up((y_true, y_pred), 4 * draw + part) for part in (0, 2))
+        if isinstance(missing, tuple):
+            changes = [functools.partial(made_up.multiplied, factors, ()) for factors in missing]
+            first = keras.tree.map_structure(changes[0], first[0]), first[1]
+            targets = keras.tree.map_structure(changes[1], targets)
+        else:
+            targets = keras.tree.map_structure(functools.partial(made_up.without_a_value, missing), targets)
         second = targets, keras.tree.map_structure(functools.partial(_scaled, scale), predictions)
         try:
             both = keras.tree.map_structure(lambda x, y: np.concatenate([x, y]), first, second)
@@ -191,7 +198,9 @@ def ask_number(function: Callable[..., Any], dtype: str | None, y_true: Any, y_p
                     float(np.mean(_values(function, dtype, y))) for y in (both, first, second, first)
                 )
         except Exception:  # noqa: BLE001  as above
-            return Answer()
+            if not sums:
+                return Answer()
+            continue
         if not np.isfinite([whole, *halves]).all() or whole == sum(halves) == 0:
             continue  # as where predictions are to be probabilities
         if again != halves[0]:
@@ -216,15 +225,6 @@ def adds_up(whole: float, halves: Sequence[float], dtypes: Iterable[Any]) -> boo
 
 def _scaled(scale: float, array: np.ndarray) -> np.ndarray:
     return array * array.dtype.type(scale) if array.dtype.kind == "f" else array
-
-
-def _without_a_value(missing: float | None, array: np.ndarray) -> np.ndarray:
-    """Return targets of which the first sample is marked as having none."""
-    if missing is None or array.dtype.kind != "f" or not array.ndim:
-        return array
-    marked = array.copy()
-    marked[0] = missing
-    return marked
 
 
 def _is_users(loss: Any) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -50,13 +51,24 @@ def _kinds(model: Any, asked: list[Any], rest: list[Any], batch: Any) -> list[in
             rank = Tries(model, rest, tries.twin_step(model), method="test_step")
             alone = Tries(model, rest, None, method="test_step")
             first, again = (rank.moved_by(samples) for _ in range(2))
-            others = tries.other_samples(rank, samples, batch)
-            other, twice = rank.moved_by(others), alone.moved_by(tries.joined(samples, samples))
-            whole = alone.moved_by(tries.joined(samples, others))
+            twice = alone.moved_by(tries.joined(samples, samples))
+            moved = list(_moved(rank, alone, samples, batch))
     except Exception:  # noqa: BLE001  it may refuse made-up samples; what is wrong with it, it raises again
         return unknown
     if alone.communicates or any((first[key] != again[key]).any() for key in first):  # random
         return unknown
     limit = tries.tolerance(model)
-    found = ((metric, metric_kinds.kind_of(metric, first, twice)) for metric in asked)
-    return [metric_kinds.checked(metric, kind, (first, other, whole), limit) for metric, kind in found]
+    kinds = [metric_kinds.kind_of(metric, first, twice) for metric in asked]
+    for of_batch in moved:
+        kinds = [metric_kinds.checked(m, kind, of_batch, limit) for m, kind in zip(asked, kinds, strict=True)]
+    return kinds
+
+
+def _moved(rank: Tries, alone: Tries, samples: Any, batch: Any) -> Iterator[list[dict[int, Any]]]:
+    """Yield by how much variables of metrics move for two parts of a batch, and for both together, of each batch."""
+    for number, parts in enumerate(tries.pairs_of_parts(rank, samples, batch)):
+        try:
+            yield [*map(rank.moved_by, parts), alone.moved_by(tries.joined(*parts))]
+        except Exception:
+            if not number:
+                raise  # else it may refuse numbers below zero, and those that are none

@@ -219,6 +219,48 @@ def _dense(gradient: Any) -> Any:
     return keras.ops.convert_to_tensor(gradient)
 
 
+def pairs_of_parts(rank: Tries, samples: Any, batch: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield pairs of parts of a batch, of samples that are not alike.
+
+    In those after the first pair numbers have both signs, and targets are large, or have no value. A mask of the
+    user's own, which leaves as many samples of each part otherwise, then leaves fewer of one.
+
+    Args:
+        rank: that has tried the first samples.
+        samples: the first ones.
+        batch: what all are made like.
+    """
+    others = other_samples(rank, samples, batch)
+    yield samples, others
+    if _divides_alike(rank):
+        return
+
+    marks = (0, -1) if made_up.may_be_any() else ()
+    yield (
+        keras.tree.map_structure(functools.partial(made_up.multiplied, made_up.SIGNS[0], ()), samples),
+        keras.tree.map_structure(functools.partial(made_up.multiplied, made_up.SIGNS[1], marks), others),
+    )
+    if not isinstance(others, (list, tuple)) or len(others) < 2:
+        return
+    same: Any = type(others)  # PyTorch's trees tell lists from tuples
+
+    def with_targets(change: Any, part: Any) -> Any:
+        x, y, *weights = part
+        return same([x, keras.tree.map_structure(change, y), *weights])
+
+    if not made_up.may_be_any():
+        return
+    large = [functools.partial(made_up.multiplied, sizes, ()) for sizes in made_up.SIZES]
+    yield with_targets(large[0], samples), with_targets(large[1], others)
+    for mark in made_up.MISSING:
+        yield samples, with_targets(functools.partial(made_up.without_a_value, mark), others)
+
+
+def _divides_alike(rank: Tries) -> bool:
+    """Return whether the twin of a step divides by as large a sum of weights or of a mask as the rank itself."""
+    return rank.step is not None and rank.step.uses["divisors"] > 0
+
+
 def other_samples(rank: Tries, samples: Any, batch: Any) -> Any:
     """Return samples that are not like the first ones, for the other rank.
 
@@ -227,8 +269,7 @@ def other_samples(rank: Tries, samples: Any, batch: Any) -> Any:
         samples: the first ones.
         batch: what both are made like.
     """
-    # The twin divides by as large a sum of weights or of a mask as this rank.
-    alike = rank.step is not None and rank.step.uses["divisors"] > 0
+    alike = _divides_alike(rank)
 
     def other(mine: Any, numbers: Any) -> Any:
         numbers = mine if alike and mine.dtype.kind != "f" else numbers

@@ -14,15 +14,37 @@ import keras
 @contextlib.contextmanager
 def attributes(owners: Iterable[Any]) -> Iterator[None]:
     """Context after which numbers, tensors, lists and dictionaries among the attributes of objects are as they were."""
+    owners = list(owners)
     kept = [(vars(one), {name: v for name, v in vars(one).items() if _may_change(v)}) for one in owners]
     put_back = [_to_put_back(value) for _, found in kept for value in found.values()]
     try:
-        yield
+        with numbers(owners):
+            yield
     finally:
         for now, before in kept:
             now.update(before)
         for put in put_back:
             put()
+
+
+@contextlib.contextmanager
+def numbers(owners: Iterable[Any]) -> Iterator[None]:
+    """Context after which numbers and tensors among the attributes of objects are what they were.
+
+    Flags, and lists of what was built, may change. Tensors that were made in it, where there was nothing, are gone: a
+    program that was only traced has none.
+    """
+    kept = [(vars(one), dict(vars(one))) for one in owners]
+    try:
+        yield
+    finally:
+        for now, before in kept:
+            for name, value in list(now.items()):
+                if name not in before:
+                    if _is_made(value):
+                        del now[name]
+                elif value is not before[name] and (_is_number(before[name]) or _is_made(value)):
+                    now[name] = before[name]
 
 
 @contextlib.contextmanager
@@ -36,6 +58,15 @@ def loss(of_user: Any) -> Iterator[None]:
 
 def _may_change(value: Any) -> bool:
     return isinstance(value, (int, float, str)) or _holds(value) or bool(keras.ops.is_tensor(value))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_made(value: Any) -> bool:
+    """Return whether a value is a tensor, and not a variable or a module."""
+    return bool(keras.ops.is_tensor(value)) and not hasattr(value, "assign")
 
 
 def _holds(value: Any) -> bool:

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps and losses that leave out samples by a mask of their own: a ratio of sums, which is no mean over samples."""
+
+from contextlib import nullcontext
+
+import keras
+import numpy as np
+import pytest
+from keras_cases import assert_close, enough_on, job, on_one_rank
+from own_step import OwnStep
+from regression import BATCH, X, Y, compare, dense
+
+import keras_hpc
+
+RANKS = {"torch": (2,), "jax": (2,)}
+SOAK = {"tensorflow": (2,)}
+BACKEND = keras.backend.backend()
+ops = keras.ops
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _job():
+    keras_hpc.init(batch="global")
+    yield
+    keras_hpc.finalize()
+
+
+MASKS = {
+    "positive": lambda y: y > 0,
+    "negative": lambda y: y < 0,
+    "large": lambda y: y > 9.0,
+    "not 0": lambda y: ops.not_equal(y, 0.0),
+    "not -1": lambda y: ops.not_equal(y, -1.0),
+    "not -999": lambda y: ops.not_equal(y, -999.0),
+    "a number": lambda y: ops.logical_not(ops.isnan(y)),
+}
+
+
+def masked(mask):
+    def loss(y, p):
+        kept = ops.cast(mask(y), "float32")
+        squares = ops.square(ops.where(kept > 0, y, 0.0) - p)
+        return ops.sum(kept * squares) / (ops.sum(kept) + 1e-6)
+
+    return loss
+
+
+@pytest.mark.parametrize("name", ["positive", *(pytest.param(n, marks=enough_on("torch")) for n in list(MASKS)[1:])])
+def test_a_step_with_a_mask_of_its_own_is_refused(name):
+    model = OwnStep(masked(MASKS[name]))
+    model.compile(keras.optimizers.SGD(1e-3))
+    with pytest.raises(ValueError, match="not the mean of those of its halves") if job().size > 1 else nullcontext():
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+
+
+@pytest.mark.parametrize("name", MASKS)
+@enough_on("torch")
+def test_a_loss_with_a_mask_of_its_own_is_refused(name):
+    model = dense()
+    model.compile("sgd", masked(MASKS[name]))
+    with pytest.raises(ValueError, match="neither a mean nor a sum over samples") if job().size > 1 else nullcontext():
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+
+
+def test_a_step_that_takes_positive_numbers_only_is_exact():
+    def loss(y, p):
+        if BACKEND == "torch":
+            assert bool((y > 0).all()), "targets are energies"
+        return ops.mean(ops.square(ops.log(y) - p))
+
+    def make():
+        model = OwnStep(loss)
+        model.compile(keras.optimizers.SGD(1e-3))
+        return model
+
+    compare(make, y=np.exp(Y))
+
+
+class Ratio(keras.Model):
+    """Gives a metric a ratio of sums in its `test_step`, and another one the samples and their weights."""
+
+    def __init__(self):
+        network = dense()
+        super().__init__(network.inputs, network.outputs)
+        self.ratio, self.weighted = keras.metrics.Mean("ratio"), keras.metrics.Mean("weighted")
+
+    @property
+    def metrics(self):
+        return [self.ratio, self.weighted]
+
+    def test_step(self, *arguments):
+        *state, (x, y) = arguments
+        values = state[0][2] if state else [v.value for v in self.metrics_variables]
+        p = self.stateless_call(*state[0][:2], x)[0] if state else self(x)
+        positive = ops.cast(y > 0, "float32")
+        ratio = self.ratio.stateless_update_state(values[:2], masked(MASKS["positive"])(y, p))
+        weighted = self.weighted.stateless_update_state(values[2:], ops.square(y - p), sample_weight=positive)
+        logs = {"ratio": self.ratio.stateless_result(ratio), "weighted": self.weighted.stateless_result(weighted)}
+        if state:
+            return logs, (*state[0][:2], [*ratio, *weighted])
+        for variable, value in zip(self.metrics_variables, [*ratio, *weighted], strict=True):
+            variable.assign(value)
+        return logs
+
+
+@enough_on("torch", "jax")
+def test_a_metric_of_a_test_step_with_a_mask_is_named(caplog):
+    def evaluated():
+        keras.utils.set_random_seed(5)
+        model = Ratio()
+        model.compile("sgd", "mse")
+        return model.evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True)
+
+    alone = on_one_rank(evaluated)
+    with caplog.at_level("WARNING", "keras_hpc"):
+        together = evaluated()
+    assert_close([together["weighted"]], [alone["weighted"]], 1e-5)
+    named = [record.getMessage() for record in caplog.records if "neither a mean" in record.getMessage()]
+    assert [text.split("Received: ")[1] for text in named] == ["`ratio`"] * (job().rank == 0 and job().size > 1)
