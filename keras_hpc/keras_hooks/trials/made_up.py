@@ -79,6 +79,15 @@ def without_a_value(mark: float | None, array: Any) -> Any:
     return marked
 
 
+def is_left_out(whole: Any, halves: Sequence[Any]) -> bool:
+    """Return whether a batch has nothing but zeros, and so has one of its halves, but not the other one.
+
+    So it is where a step or a loss of the user's own leaves out what is no number, or too large for its dtype: of data
+    that users give there is none, and made-up samples with signs, sizes and marks say nothing about the others.
+    """
+    return not np.any(whole) and sorted(bool(np.any(half)) for half in halves) == [False, True]
+
+
 def tolerance_of(dtypes: Iterable[Any], fine: float = _FINE_TOLERANCE) -> float:
     """Return how far numbers that are equal, but for rounding, are apart, as a part of them.
 

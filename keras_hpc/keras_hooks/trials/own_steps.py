@@ -157,8 +157,7 @@ def _without_chance(
     if not noisy and not trials.alone.communicates:
         adds_up, moved = _adds_up(trials, batch)
         limit = tries.tolerance(model)
-        for of_batch in moved:
-            kinds = [metric_kinds.checked(m, kind, of_batch, limit) for m, kind in zip(metrics, kinds, strict=True)]
+        kinds = metric_kinds.checked_in(moved, metrics, kinds, limit)
         grown = _stop_adding_up(trials, batch) if adds_up else []
     if not is_keras_own(model):
         large = _Trials(model, rest, samples, _LARGE)
@@ -230,6 +229,8 @@ def _adds_up(trials: _Trials, batch: Any) -> tuple[bool, list[Sequence[dict[int,
                 raise
             continue  # it may refuse numbers below zero, and those that are none
         moved.append([*of_parts, alone.last])
+        if number and made_up.is_left_out(whole, halves):
+            continue
         limits = tries.tolerance(trials.model) * np.abs([*halves, whole]).max(axis=(0, 2), initial=0)
         found = found and not (np.abs(sum(halves) / 2 - whole).max(axis=1, initial=0) > limits).any()
     return found, moved
