@@ -98,6 +98,20 @@ def test_a_step_that_leaves_out_gradients_that_are_no_numbers_is_exact():
 
 
 @enough_on("torch")
+def test_a_step_of_finite_differences_of_its_network_is_taken_though_they_round():
+    network = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+
+    class Residual(OwnStep):
+        def call(self, x, training=False):
+            step = np.float32([[0.01, 0, 0, 0]])
+            return network(x), (network(x + step) - 2 * network(x) + network(x - step)) / 0.01**2
+
+    model = Residual(lambda y, p: ops.mean(ops.square(p[1] - y)) + ops.mean(ops.square(p[0] - y)), network=network)
+    model.compile(keras.optimizers.SGD(1e-9))
+    model.fit(X, Y, batch_size=BATCH, verbose=0)
+
+
+@enough_on("torch")
 def test_a_loss_that_leaves_out_numbers_that_are_none_is_exact():
     def make():
         model = dense()

@@ -27,6 +27,7 @@ _NOISY_SUM = 1.2, 3.0
 _DRAWS, _MOST_DRAWS = 16, 512
 _SURE = 4  # standard errors between a ratio and the limits above, so that chance gives no verdict
 _LARGE = 2.0**16  # times the gradients of made-up samples, any limit is exceeded
+_ROUNDED = 4  # times what samples that differ by rounding change, gradients are apart by rounding
 _FINE, _UNKNOWN, _NEITHER, _LATER, _TOGETHER, _SUM = range(6)
 _SHOWN = 200  # characters of an error
 
@@ -231,8 +232,14 @@ def _adds_up(trials: _Trials, batch: Any) -> tuple[bool, list[Sequence[dict[int,
         moved.append([*of_parts, alone.last])
         if number and made_up.is_left_out(whole, halves):
             continue
-        limits = tries.tolerance(trials.model) * np.abs([*halves, whole]).max(axis=(0, 2), initial=0)
-        found = found and not (np.abs(sum(halves) / 2 - whole).max(axis=1, initial=0) > limits).any()
+        largest = np.abs([*halves, whole]).max(axis=(0, 2), initial=0)
+        limits = tries.tolerance(trials.model) * largest
+        apart = np.abs(sum(halves) / 2 - whole).max(axis=1, initial=0)
+        if (apart > limits).any():  # of small differences of large numbers, as finite ones, only rounding may be left
+            rounding = [rank.projections(made_up.nudged(part)) - half for part, half in zip(parts, halves, strict=True)]
+            rounded = _ROUNDED * np.abs(rounding).max(axis=(0, 2), initial=0)
+            limits = np.maximum(limits, np.minimum(rounded, made_up.TOLERANCE * largest))
+        found = found and not (apart > limits).any()
     return found, moved
 
 
