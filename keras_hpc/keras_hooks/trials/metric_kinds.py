@@ -74,6 +74,7 @@ def checked_in(
     return checked_kinds
 
 
+@np.errstate(invalid="ignore")  # made-up samples may give infinities
 def checked(metric: Any, kind: int, moved: Sequence[dict[int, Any]], tolerance: float) -> int:
     """Return NEITHER if the number of a batch is not what those of its halves say, as the root of a mean; else `kind`.
 

@@ -211,6 +211,7 @@ def _sure(one_of_two: np.ndarray, alone: np.ndarray) -> bool:
     return bool(((distance > _SURE * error) | ~np.isfinite(error)).all())
 
 
+@np.errstate(invalid="ignore")  # made-up samples may give infinities
 def _adds_up(trials: _Trials, batch: Any) -> tuple[bool, list[Sequence[dict[int, Any]]]]:
     """Return whether the gradients of two parts of a batch have those of the batch as their mean.
 
