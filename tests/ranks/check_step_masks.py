@@ -76,6 +76,51 @@ def test_a_step_that_takes_positive_numbers_only_is_exact():
     compare(make, y=np.exp(Y))
 
 
+def guarded(y, p):
+    loss = ops.mean(ops.square(y - p))
+    return ops.where(ops.isfinite(loss), loss, ops.zeros_like(loss))
+
+
+@enough_on("torch")
+@pytest.mark.skipif(BACKEND != "torch", reason="uses hooks of PyTorch")
+def test_a_step_that_leaves_out_gradients_that_are_no_numbers_is_exact():
+    def loss(y, p):
+        if p.requires_grad:
+            p.register_hook(lambda gradient: gradient if gradient.isfinite().all() else 0 * gradient.nan_to_num())
+        return ops.mean(ops.square(y - p))
+
+    def make():
+        model = OwnStep(loss)
+        model.compile(keras.optimizers.SGD(1e-3))
+        return model
+
+    compare(make)
+
+
+@enough_on("torch")
+def test_a_step_of_finite_differences_of_its_network_is_taken_though_they_round():
+    network = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+
+    class Residual(OwnStep):
+        def call(self, x, training=False):
+            step = np.float32([[0.01, 0, 0, 0]])
+            return network(x), (network(x + step) - 2 * network(x) + network(x - step)) / 0.01**2
+
+    model = Residual(lambda y, p: ops.mean(ops.square(p[1] - y)) + ops.mean(ops.square(p[0] - y)), network=network)
+    model.compile(keras.optimizers.SGD(1e-9))
+    model.fit(X, Y, batch_size=BATCH, verbose=0)
+
+
+@enough_on("torch")
+def test_a_loss_that_leaves_out_numbers_that_are_none_is_exact():
+    def make():
+        model = dense()
+        model.compile(keras.optimizers.SGD(1e-3), guarded, metrics=[guarded])
+        return model
+
+    compare(make)
+
+
 class Ratio(keras.Model):
     """Gives a metric a ratio of sums in its `test_step`, and another one the samples and their weights."""
 

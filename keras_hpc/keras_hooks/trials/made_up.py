@@ -62,6 +62,17 @@ def multiplied(factors: Sequence[float], marks: Sequence[float], array: Any) -> 
     return made
 
 
+def nudged(batch: Any) -> Any:
+    """Return a batch that differs from another one by rounding only, and has the same marks and signs."""
+
+    def nudge(array: Any) -> Any:
+        if array is None or array.dtype.kind != "f":
+            return array
+        return np.where(abs(array) < 1, array * array.dtype.type(1 + 4 * np.finfo(array.dtype).eps), array)
+
+    return keras.tree.map_structure(nudge, batch)
+
+
 def may_be_any() -> bool:
     """Return whether targets may be any number, and not only such as users give.
 
@@ -77,6 +88,15 @@ def without_a_value(mark: float | None, array: Any) -> Any:
     marked = array.copy()
     marked[0] = mark
     return marked
+
+
+def is_left_out(whole: Any, halves: Sequence[Any]) -> bool:
+    """Return whether a batch has nothing but zeros, and so has one of its halves, but not the other one.
+
+    So it is where a step or a loss of the user's own leaves out what is no number, or too large for its dtype: of data
+    that users give there is none, and made-up samples with signs, sizes and marks say nothing about the others.
+    """
+    return not np.any(whole) and sorted(bool(np.any(half)) for half in halves) == [False, True]
 
 
 def tolerance_of(dtypes: Iterable[Any], fine: float = _FINE_TOLERANCE) -> float:

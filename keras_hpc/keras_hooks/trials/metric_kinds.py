@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from keras_hpc.job import current, log
+from keras_hpc.keras_hooks.trials import made_up
 
 UNKNOWN, MEAN, SUM, NEITHER = range(4)
 
@@ -59,6 +60,21 @@ def kind_of(metric: Any, ours: dict[int, Any], theirs: dict[int, Any]) -> int:
     return MEAN if abs(ratio - 1) < 0.2 else SUM if abs(ratio - 2) < 0.4 else UNKNOWN
 
 
+def checked_in(
+    pairs: Sequence[Sequence[dict[int, Any]]], metrics: Sequence[Any], found: Sequence[int], tolerance: float
+) -> list[int]:
+    """Return the kinds of metrics after `checked` in each pair of halves, the first of which is of plain samples."""
+    checked_kinds = []
+    for metric, kind in zip(metrics, found, strict=True):
+        for number, moved in enumerate(pairs):
+            *halves, whole = (_counted(metric, of_part) for of_part in moved)
+            if not number or not made_up.is_left_out(whole, halves):
+                kind = checked(metric, kind, moved, tolerance)
+        checked_kinds.append(kind)
+    return checked_kinds
+
+
+@np.errstate(invalid="ignore")  # made-up samples may give infinities
 def checked(metric: Any, kind: int, moved: Sequence[dict[int, Any]], tolerance: float) -> int:
     """Return NEITHER if the number of a batch is not what those of its halves say, as the root of a mean; else `kind`.
 

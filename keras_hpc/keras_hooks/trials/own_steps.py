@@ -27,6 +27,7 @@ _NOISY_SUM = 1.2, 3.0
 _DRAWS, _MOST_DRAWS = 16, 512
 _SURE = 4  # standard errors between a ratio and the limits above, so that chance gives no verdict
 _LARGE = 2.0**16  # times the gradients of made-up samples, any limit is exceeded
+_ROUNDED = 4  # times what samples that differ by rounding change, gradients are apart by rounding
 _FINE, _UNKNOWN, _NEITHER, _LATER, _TOGETHER, _SUM = range(6)
 _SHOWN = 200  # characters of an error
 
@@ -157,8 +158,7 @@ def _without_chance(
     if not noisy and not trials.alone.communicates:
         adds_up, moved = _adds_up(trials, batch)
         limit = tries.tolerance(model)
-        for of_batch in moved:
-            kinds = [metric_kinds.checked(m, kind, of_batch, limit) for m, kind in zip(metrics, kinds, strict=True)]
+        kinds = metric_kinds.checked_in(moved, metrics, kinds, limit)
         grown = _stop_adding_up(trials, batch) if adds_up else []
     if not is_keras_own(model):
         large = _Trials(model, rest, samples, _LARGE)
@@ -211,6 +211,7 @@ def _sure(one_of_two: np.ndarray, alone: np.ndarray) -> bool:
     return bool(((distance > _SURE * error) | ~np.isfinite(error)).all())
 
 
+@np.errstate(invalid="ignore")  # made-up samples may give infinities
 def _adds_up(trials: _Trials, batch: Any) -> tuple[bool, list[Sequence[dict[int, Any]]]]:
     """Return whether the gradients of two parts of a batch have those of the batch as their mean.
 
@@ -230,8 +231,16 @@ def _adds_up(trials: _Trials, batch: Any) -> tuple[bool, list[Sequence[dict[int,
                 raise
             continue  # it may refuse numbers below zero, and those that are none
         moved.append([*of_parts, alone.last])
-        limits = tries.tolerance(trials.model) * np.abs([*halves, whole]).max(axis=(0, 2), initial=0)
-        found = found and not (np.abs(sum(halves) / 2 - whole).max(axis=1, initial=0) > limits).any()
+        if number and made_up.is_left_out(whole, halves):
+            continue
+        largest = np.abs([*halves, whole]).max(axis=(0, 2), initial=0)
+        limits = tries.tolerance(trials.model) * largest
+        apart = np.abs(sum(halves) / 2 - whole).max(axis=1, initial=0)
+        if (apart > limits).any():  # of small differences of large numbers, as finite ones, only rounding may be left
+            rounding = [rank.projections(made_up.nudged(part)) - half for part, half in zip(parts, halves, strict=True)]
+            rounded = _ROUNDED * np.abs(rounding).max(axis=(0, 2), initial=0)
+            limits = np.maximum(limits, np.minimum(rounded, made_up.TOLERANCE * largest))
+        found = found and not (apart > limits).any()
     return found, moved
 
 

@@ -205,6 +205,8 @@ def ask_number(function: Callable[..., Any], dtype: str | None, y_true: Any, y_p
             continue  # as where predictions are to be probabilities
         if again != halves[0]:
             return Answer()  # random
+        if missing is not None and made_up.is_left_out(whole, halves):
+            continue
         if not adds_up(whole, halves, [dtype]):
             return Answer(is_neither=True, whole=whole, halves=halves)
         sums.append(abs(whole - sum(halves)) < abs(whole - sum(halves) / 2))

@@ -59,9 +59,7 @@ def _kinds(model: Any, asked: list[Any], rest: list[Any], batch: Any) -> list[in
         return unknown
     limit = tries.tolerance(model)
     kinds = [metric_kinds.kind_of(metric, first, twice) for metric in asked]
-    for of_batch in moved:
-        kinds = [metric_kinds.checked(m, kind, of_batch, limit) for m, kind in zip(asked, kinds, strict=True)]
-    return kinds
+    return metric_kinds.checked_in(moved, asked, kinds, limit)
 
 
 def _moved(rank: Tries, alone: Tries, samples: Any, batch: Any) -> Iterator[list[dict[int, Any]]]:

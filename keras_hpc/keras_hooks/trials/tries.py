@@ -188,6 +188,7 @@ def _from_the_same_state(
     return norms, rest, moved
 
 
+@np.errstate(invalid="ignore")  # made-up samples may give infinities
 def _difference(new: Any, old: Any) -> np.ndarray:
     values = [np.array(backends.current().to_numpy(value), np.float64) for value in (new, old)]
     return np.asarray(values[0] - values[1])
