@@ -38,8 +38,7 @@ def tensors(array):
 
 
 def frame(array):
-    pandas = pytest.importorskip("pandas")
-    return pandas.DataFrame(array, columns=["a", "b", "c"])
+    return pytest.importorskip("pandas").DataFrame(array, columns=["a", "b", "c"])
 
 
 def torch_tensor(array):
@@ -224,12 +223,11 @@ def test_unseeded_shuffle_is_noticed(caplog, monkeypatch):
     assert ("without a seed" in caplog.text) == (job().rank == 0 and job().size > 1)
 
 
-@pytest.mark.parametrize("shuffle", [*enough([False], "torch"), True])
-@pytest.mark.parametrize(
-    "options", [{}, *enough([{"workers": 3}, {"workers": 2, "use_multiprocessing": True}], "torch")], ids=str
-)
-def test_py_dataset(options, shuffle, mode):
-    if "use_multiprocessing" in options and (shuffle or mode == "global" or keras.backend.backend() != "tensorflow"):
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("read_by", ["", *enough(["threads"], "torch"), *enough(["processes"], "tensorflow")])
+def test_py_dataset(read_by, shuffle, mode):
+    options = {"threads": {"workers": 3}, "processes": {"workers": 2, "use_multiprocessing": True}}.get(read_by, {})
+    if read_by == "processes" and (shuffle or mode == "global" or keras.backend.backend() != "tensorflow"):
         pytest.skip("slow, the same as with threads, and JAX warns of every fork, also beside PyTorch")
     data = Batches(**options)
     adapter = opened(data, shuffle=shuffle)

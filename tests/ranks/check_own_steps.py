@@ -247,16 +247,12 @@ def test_a_step_whose_gradients_ranks_may_not_average_is_refused(loss, layers, w
         assert_close(values(model), before, 0)
 
 
-@pytest.mark.parametrize(
-    "layers",
-    [(), *enough([(keras.layers.Dropout(0.5), keras.layers.BatchNormalization())], "torch")],
-    ids=["calm", "noisy"],
-)
+@pytest.mark.parametrize("noisy", [False, *enough([True], "torch")])
 @pytest.mark.parametrize("loss", [rmse, *enough([masked_by_hand], "torch")])
 @pytest.mark.parametrize("whose", ["step", *enough(["model"], "torch")])
-def test_a_step_of_a_whole_batch_is_refused(loss, whose, layers):
+def test_a_step_of_a_whole_batch_is_refused(loss, whose, noisy):
     """Whatever its layers draw, and whether they normalize batches."""
-    layers = [type(layer).from_config(layer.get_config()) for layer in layers]
+    layers = [keras.layers.Dropout(0.5), keras.layers.BatchNormalization()] if noisy else []
     model = OwnStep(loss, *layers) if whose == "step" else OwnLoss(loss, dense(*layers))
     model.compile(keras.optimizers.SGD(1e-3))
     y = (Y > 0).astype("int32") if loss is masked_by_hand else Y

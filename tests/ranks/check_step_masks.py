@@ -111,6 +111,29 @@ def test_a_step_of_finite_differences_of_its_network_is_taken_though_they_round(
     model.fit(X, Y, batch_size=BATCH, verbose=0)
 
 
+class Skipping(OwnStep):
+    """Updates nothing where its loss is no number, as a script may guard itself."""
+
+    def train_step(self, data):
+        x, y = data
+        if not ops.isfinite(ops.mean(ops.square(y - self(x)))):
+            return {"loss": ops.zeros(())}
+        return super().train_step(data)
+
+
+@enough_on("torch")
+@pytest.mark.skipif(BACKEND != "torch", reason="cannot look at numbers in a step")
+def test_a_step_that_skips_a_batch_without_a_number_is_asked_all_the_same(caplog):
+    for loss, is_mean in ((lambda y, p: ops.mean(ops.square(y - p)), True), (masked(MASKS["positive"]), False)):
+        model = Skipping(loss)
+        model.compile(keras.optimizers.SGD(1e-3))
+        refused = not is_mean and job().size > 1
+        with pytest.raises(ValueError, match="not the mean of those of its halves") if refused else nullcontext():
+            with caplog.at_level("INFO", "keras_hpc"):
+                model.fit(X, Y, batch_size=BATCH, verbose=0)
+    assert "right if its loss is a mean" not in caplog.text
+
+
 @enough_on("torch")
 def test_a_loss_that_leaves_out_numbers_that_are_none_is_exact():
     def make():

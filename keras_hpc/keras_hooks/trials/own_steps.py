@@ -231,8 +231,9 @@ def _adds_up(trials: _Trials, batch: Any) -> tuple[bool, list[Sequence[dict[int,
                 raise
             continue  # it may refuse numbers below zero, and those that are none
         moved.append([*of_parts, alone.last])
-        if number and made_up.is_left_out(whole, halves):
-            continue
+        shapes = {of_gradients.shape for of_gradients in (*halves, whole)}
+        if number and (len(shapes) > 1 or made_up.is_left_out(whole, halves)):
+            continue  # nothing is updated, or by zeros, where a loss is no number
         largest = np.abs([*halves, whole]).max(axis=(0, 2), initial=0)
         limits = tries.tolerance(trials.model) * largest
         apart = np.abs(sum(halves) / 2 - whole).max(axis=1, initial=0)
