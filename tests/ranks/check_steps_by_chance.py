@@ -150,7 +150,7 @@ def total(y, p):
     return ops.sum(ops.square(y - p))
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", ["backend", *enough([name for name in LAYERS if name != "backend"], "torch")])
 @pytest.mark.parametrize(
     ("loss", "refusal"),
     [
