@@ -39,11 +39,15 @@ def measure(world: launch.World, timeline: Timeline, mbit: int, repeats: int) ->
     team = make_team(world, 0, threads=1, timeout_seconds=300, stall_seconds=60)
     team.native.add_choice("network", 0, 1 << 62, ALGORITHM)
     rows: list[dict[str, Any]] = []
-    speeds = [] if mbit else [_together(world, team)]
+
+    def look() -> list[float]:
+        return [] if mbit else [_together(world, team)]
+
+    speeds = look()
     for nbytes in SIZES:
         run = _steps(team, f"{nbytes} bytes", _at_once(nbytes))
         rows.append({"what": f"{nbytes:,} bytes", "nbytes": nbytes, "measured_ms": _median(team, run, repeats)})
-        speeds += [] if mbit else [_together(world, team)]
+        speeds += look()
     for seconds in _computing(mbit):
         run = _steps(team, f"step of {seconds} s", dataclasses.replace(timeline, compute_s=seconds, update_s=0.0))
         took = _median(team, run, repeats)
@@ -55,7 +59,7 @@ def measure(world: launch.World, timeline: Timeline, mbit: int, repeats: int) ->
                 "measured_exposed_ms": took - 1e3 * seconds,
             }
         )
-        speeds += [] if mbit else [_together(world, team)]
+        speeds += look()
     for row, around in zip(rows, itertools.pairwise(speeds), strict=False):
         row["together_gb_per_s"] = statistics.harmonic_mean(around)
     team.barrier()

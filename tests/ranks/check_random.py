@@ -99,7 +99,7 @@ def test_an_order_with_a_seed_is_that_of_a_script_without_init():
         return [int(x) for x in tf.data.Dataset.range(50).shuffle(50, seed)]
 
     keras_hpc.finalize()
-    context.context()._seed = None
+    context.context()._seed = None  # as in a script: other checks of this process have set one
     expected = order(seed=7)
     random.seed()
     keras_hpc.init(shard=False)

@@ -230,13 +230,17 @@ def constants(dataset: Any) -> list[Any]:
 
 def shuffles(dataset: Any) -> bool:
     """Whether there is a `shuffle` somewhere in the pipeline. Each new iterator then has another order."""
-    return "Shuffle" in type(dataset).__name__ or any(map(shuffles, dataset._inputs()))
+    return _has(dataset, "Shuffle")
 
 
 def notices_reading(dataset: Any) -> bool:
     """Whether to read a pipeline changes what the next one who reads it is given, or what is in its cache."""
-    moves = any(kind in type(dataset).__name__ for kind in ("Shuffle", "FlatMap", "Random", "Cache"))
-    return moves or any(map(notices_reading, dataset._inputs()))  # a generator of the user's is read in a FlatMap
+    return _has(dataset, "Shuffle", "FlatMap", "Random", "Cache")  # a generator of the user's is read in a FlatMap
+
+
+def _has(dataset: Any, *kinds: str) -> bool:
+    """Whether there is a step of one of these kinds somewhere in the pipeline."""
+    return any(kind in type(dataset).__name__ for kind in kinds) or any(_has(one, *kinds) for one in dataset._inputs())
 
 
 def _check_batched(spec: Any) -> None:

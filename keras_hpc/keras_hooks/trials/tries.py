@@ -236,12 +236,13 @@ def pairs_of_parts(rank: Tries, samples: Any, batch: Any) -> Iterator[tuple[Any,
     if _divides_alike(rank):
         return
 
-    marks = (0, -1) if made_up.may_be_any() else ()
+    may_be_any = made_up.may_be_any()
+    marks = (0, -1) if may_be_any else ()
     yield (
         keras.tree.map_structure(functools.partial(made_up.multiplied, made_up.SIGNS[0], ()), samples),
         keras.tree.map_structure(functools.partial(made_up.multiplied, made_up.SIGNS[1], marks), others),
     )
-    if not isinstance(others, (list, tuple)) or len(others) < 2:
+    if not (may_be_any and isinstance(others, (list, tuple)) and len(others) > 1):
         return
     same: Any = type(others)  # PyTorch's trees tell lists from tuples
 
@@ -249,8 +250,6 @@ def pairs_of_parts(rank: Tries, samples: Any, batch: Any) -> Iterator[tuple[Any,
         x, y, *weights = part
         return same([x, keras.tree.map_structure(change, y), *weights])
 
-    if not made_up.may_be_any():
-        return
     large = [functools.partial(made_up.multiplied, sizes, ()) for sizes in made_up.SIZES]
     yield with_targets(large[0], samples), with_targets(large[1], others)
     for mark in made_up.MISSING:
