@@ -10,13 +10,7 @@ import keras_hpc
 
 RANKS = {"torch": (3,)}
 SOAK = {"tensorflow": (3,), "jax": (3,)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _job():
-    keras_hpc.init(batch="global")
-    yield
-    keras_hpc.finalize()
+pytestmark = pytest.mark.usefixtures("global_batches")
 
 
 def make():

@@ -27,13 +27,7 @@ BACKEND = keras.backend.backend()
 COUNTING = ("accuracy", "top", "auc", "f1", "precision")
 SOAKS = {"torch": "0:60", "tensorflow": "0:20", "jax": "0:8"}[BACKEND]  # each takes minutes to compile on JAX
 SEEDS = os.environ.get("FIT_SEEDS", SOAKS if os.environ.get("TESTS_SOAK") else "0:2")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _job():
-    keras_hpc.init(batch="global")
-    yield
-    keras_hpc.finalize()
+pytestmark = pytest.mark.usefixtures("global_batches")
 
 
 @pytest.fixture

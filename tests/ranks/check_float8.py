@@ -11,13 +11,7 @@ import keras_hpc
 
 RANKS = {"tensorflow": (2,), "jax": (2,)}  # Keras has no float8 on PyTorch
 SOAK = {"tensorflow": (3,), "jax": (3,)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _job():
-    keras_hpc.init(batch="global")
-    yield
-    keras_hpc.finalize()
+pytestmark = pytest.mark.usefixtures("global_batches")
 
 
 OPTIMIZERS = {

@@ -13,13 +13,7 @@ from keras_hpc.keras_hooks import keras_private
 SOAK = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 BACKEND = keras.backend.backend()
 ops = keras.ops
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _job():
-    keras_hpc.init(batch="global")
-    yield
-    keras_hpc.finalize()
+pytestmark = pytest.mark.usefixtures("global_batches")
 
 
 class Guide(keras.Model):

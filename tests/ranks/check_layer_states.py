@@ -14,13 +14,7 @@ import keras_hpc
 RANKS = {"jax": (2,), "torch": (2,)}
 SOAK = {"tensorflow": (2, 3), "jax": (3,), "torch": (3,)}
 ops = keras.ops
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _job():
-    keras_hpc.init(batch="global")
-    yield
-    keras_hpc.finalize()
+pytestmark = pytest.mark.usefixtures("global_batches")
 
 
 class Keeping(keras.layers.Layer):

@@ -15,13 +15,7 @@ from keras_hpc.keras_hooks import batch_logs
 
 RANKS = {"tensorflow": (2,), "jax": (2,), "torch": (2,)}
 SOAK = {"tensorflow": (2, 3), "jax": (3,), "torch": (3,)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _job():
-    keras_hpc.init(batch="global")
-    yield
-    keras_hpc.finalize()
+pytestmark = pytest.mark.usefixtures("global_batches")
 
 
 def trained(samples, model=keras.Model, middle=None, metrics=(), **options):

@@ -14,13 +14,7 @@ import keras_hpc
 SOAK = {"tensorflow": (2,), "jax": (2,)}
 BACKEND = keras.backend.backend()
 ops = keras.ops
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _job():
-    keras_hpc.init(batch="global")
-    yield
-    keras_hpc.finalize()
+pytestmark = pytest.mark.usefixtures("global_batches")
 
 
 def add_to(layer, x):  # which is no part of the class

@@ -11,13 +11,7 @@ import keras_hpc
 SOAK = {"tensorflow": (2,), "jax": (2,)}
 RANKS = {"torch": (3,)}
 ops = keras.ops
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _job():
-    keras_hpc.init(batch="global")
-    yield
-    keras_hpc.finalize()
+pytestmark = pytest.mark.usefixtures("global_batches")
 
 
 class Largest(keras.metrics.Metric):

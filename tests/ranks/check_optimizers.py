@@ -11,13 +11,7 @@ from keras_hpc.optimizers import LARS
 from keras_hpc.schedules import WarmupPolynomial, linear_scaling, square_root_scaling
 
 SOAK = {"tensorflow": (2,), "jax": (2,)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _job():
-    keras_hpc.init(batch="global")
-    yield
-    keras_hpc.finalize()
+pytestmark = pytest.mark.usefixtures("global_batches")
 
 
 def lars_in_numpy(weights, gradients, rates, m=0.9, eta=0.001, b=5e-4, epsilon=0.0, nesterov=False, clip=False):

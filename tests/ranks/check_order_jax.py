@@ -11,13 +11,7 @@ import keras_hpc
 
 RANKS = {"jax": (2,)}
 SOAK = {"jax": (2,)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _job():
-    keras_hpc.init(batch="global")
-    yield
-    keras_hpc.finalize()
+pytestmark = pytest.mark.usefixtures("global_batches")
 
 
 def norm():

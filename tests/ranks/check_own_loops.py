@@ -16,13 +16,7 @@ RANKS = {"tensorflow": (2,), "torch": (2,)}  # steps of JAX hand their state on
 SOAK = {"tensorflow": (2,)}
 BACKEND = keras.backend.backend()
 ops = keras.ops
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _job():
-    keras_hpc.init(batch="global")
-    yield
-    keras_hpc.finalize()
+pytestmark = pytest.mark.usefixtures("global_batches")
 
 
 def test_a_loop_with_step_and_shard_is_exact():

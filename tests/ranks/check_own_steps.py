@@ -15,13 +15,7 @@ import keras_hpc
 SOAK = {"tensorflow": (2,), "jax": (2,)}
 BACKEND = keras.backend.backend()
 ops = keras.ops
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _job():
-    keras_hpc.init(batch="global")
-    yield
-    keras_hpc.finalize()
+pytestmark = pytest.mark.usefixtures("global_batches")
 
 
 @pytest.mark.parametrize(

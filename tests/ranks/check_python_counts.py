@@ -6,17 +6,9 @@ import pytest
 from keras_cases import assert_close, job
 from regression import BATCH, X, Y, compare, dense
 
-import keras_hpc
-
 RANKS = {"tensorflow": (2,), "torch": (2,)}
 ops = keras.ops
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _job():
-    keras_hpc.init(batch="global")
-    yield
-    keras_hpc.finalize()
+pytestmark = pytest.mark.usefixtures("global_batches")
 
 
 class Annealed(keras.Model):

@@ -10,19 +10,11 @@ from keras_cases import assert_close, enough, enough_on, job, on_one_rank
 from own_step import OwnStep
 from regression import BATCH, X, Y, compare, dense
 
-import keras_hpc
-
 RANKS = {"torch": (2,), "jax": (2,)}
 SOAK = {"tensorflow": (2,)}
 BACKEND = keras.backend.backend()
 ops = keras.ops
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _job():
-    keras_hpc.init(batch="global")
-    yield
-    keras_hpc.finalize()
+pytestmark = pytest.mark.usefixtures("global_batches")
 
 
 MASKS = {

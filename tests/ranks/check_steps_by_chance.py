@@ -10,16 +10,8 @@ from keras_cases import enough, enough_on, job
 from own_step import BACKEND, OwnStep
 from regression import BATCH, X, Y, rmse
 
-import keras_hpc
-
 SOAK = {"tensorflow": (2,), "jax": (2,)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _job():
-    keras_hpc.init(batch="global")
-    yield
-    keras_hpc.finalize()
+pytestmark = pytest.mark.usefixtures("global_batches")
 
 
 def draws_of_keras(p, random):
