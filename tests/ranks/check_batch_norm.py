@@ -65,7 +65,8 @@ def far_from_zero():
     return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3, activation="softmax")])
 
 
-NETWORKS = [*enough([vectors], "tensorflow", "torch"), *enough([images, sequences, shared, far_from_zero], "torch")]
+NETWORKS = [*enough([vectors], "tensorflow", "torch"), *enough([images, far_from_zero], "torch")]
+NETWORKS += enough([sequences, shared])
 if keras.backend.backend() != "jax":  # which has no float64 unless the whole program asks for it
     NETWORKS += enough([doubles], "torch")
 

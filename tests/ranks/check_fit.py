@@ -88,7 +88,7 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
 
 # What the others do, these do, too.
 EVERYWHERE = ["dynamic_scale_accumulation"]
-CONTAINED = {"sgd", "multi", "accumulation", "dynamic_scale"} & set(OPTIMIZERS)  # in others
+CONTAINED = {"sgd", "multi", "accumulation", "dynamic_scale", "loss_scale_factor"} & set(OPTIMIZERS)  # in others
 ONCE = [name for name in OPTIMIZERS if name not in (*EVERYWHERE, *CONTAINED)]
 
 

@@ -77,7 +77,7 @@ def empty_bags():
     return data.DataLoader(Items(items), batch_size=2, collate_fn=joined)
 
 
-LOADERS = [chosen, bags, *enough([ready, ready_stream, bags_in_a_stream, empty_bags], "torch")]
+LOADERS = [chosen, bags, *enough([ready_stream, empty_bags], "torch"), *enough([ready, bags_in_a_stream])]
 
 
 def trained(loader):

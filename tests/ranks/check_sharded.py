@@ -79,9 +79,7 @@ def test_all_options_at_once():
     assert_same_bits(lambda: fit(compiled(keras.optimizers.RMSprop(momentum=0.5, centered=True, **options))))
 
 
-@pytest.mark.parametrize(
-    "name", ["scaled gradients", pytest.param("one variable on a rank", marks=enough_on("tensorflow"))]
-)
+@pytest.mark.parametrize("name", ["scaled gradients", pytest.param("one variable on a rank", marks=enough_on())])
 def test_compilers_multiply_in_the_same_order(name):
     def train():
         if name == "scaled gradients":

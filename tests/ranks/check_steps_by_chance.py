@@ -142,7 +142,9 @@ def total(y, p):
     return ops.sum(ops.square(y - p))
 
 
-@pytest.mark.parametrize("layer", ["backend", *enough([name for name in LAYERS if name != "backend"], "torch")])
+@pytest.mark.parametrize(
+    "layer", ["backend", *enough(["keras"], "torch"), *enough(sorted({*LAYERS} - {"backend", "keras"}))]
+)
 @pytest.mark.parametrize(
     ("loss", "refusal"),
     [
