@@ -285,7 +285,7 @@ class Runner:
         def moments(mean: Any, variance: Any) -> tuple[Any, Any]:
             # As those of one sample: the ranks of a group have parts of the same samples.
             both = statistics.combined(gather, shares, ops.expand_dims(mean, 0), ops.expand_dims(variance, 0))
-            return both[0][0], both[1][0]
+            return ops.reshape(both[0], mean.shape), ops.reshape(both[1], variance.shape)
 
         return OverGroup(total, moments)
 

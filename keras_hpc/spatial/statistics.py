@@ -73,12 +73,14 @@ def combined(gather: Gather, shares: Sequence[float], mean: Any, variance: Any =
     size = math.prod(kept)
     given = [mean] if variance is None else [mean, variance]
     everyone = gather(ops.reshape(ops.stack(given, axis=1), (-1, 1, len(given) * size)))
-    means, variances = everyone[..., :size], everyone[..., size:]
+    # Split, and not sliced: a compiler's program of slices and their gradients is several times as large.
+    means, *variances = ops.split(everyone, len(given), axis=-1)
     weights = ops.reshape(ops.convert_to_tensor(list(shares), everyone.dtype), (1, -1, 1))
     mean = ops.sum(weights * means, axis=1, keepdims=True)
     of_all = ops.reshape(mean, (-1, *kept))
     if variance is None:
         return of_all
+    (variances,) = variances
     return of_all, ops.reshape(ops.sum(weights * (variances + ops.square(means - mean)), axis=1), (-1, *kept))
 
 

@@ -83,7 +83,7 @@ def compute_own(
     def of_others(received: Any, kernel: Any) -> list[Any]:
         found, at = [], 0
         for border in needed:
-            rows = received[(slice(None),) * axis + (slice(at, at + border.rows),)]
+            rows = received if len(needed) == 1 else received[(slice(None),) * axis + (slice(at, at + border.rows),)]
             at += border.rows
             with with_settings(layer, {"padding": "valid"}):
                 found.append(convolution(ops.pad(rows, [*widths[:axis], border.pads, *widths[axis + 1 :]]), kernel))
