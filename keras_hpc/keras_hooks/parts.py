@@ -38,6 +38,8 @@ def install(job: Any, patcher: Any) -> None:
     trainer = keras_private.get(keras_private.TRAINER)
     function, functional = keras_private.get(keras_private.FUNCTION), keras_private.get(keras_private.FUNCTIONAL)
     patcher.patch(trainer, "compile", _compile)
+    for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
+        patcher.patch(keras_private.backend_trainer(), name, _planned)
     patcher.patch(function, "_run_through_graph", _run_through_graph)
     patcher.patch(functional, "input_spec", _input_spec)
 
@@ -104,16 +106,33 @@ def _compile(original: Method) -> Method:
     def compile_(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if not current.is_local():
-            _plan_once(self)
-            _forget_outputs(self)
-            if self.jit_compile is True and runner_of(self) is not None and keras.backend.backend() == "torch":
-                raise ValueError(
-                    "PyTorch's compiler cannot see what ranks exchange inside of a model in parts. Expected "
-                    f"jit_compile=False. Received: jit_compile=True for `{self.name}`"
-                )
+            _plan_compiled(self)
         return result
 
     return compile_
+
+
+def _plan_compiled(model: Any) -> None:
+    _plan_once(model)
+    _forget_outputs(model)
+    if model.jit_compile is True and runner_of(model) is not None and keras.backend.backend() == "torch":
+        raise ValueError(
+            "PyTorch's compiler cannot see what ranks exchange inside of a model in parts. Expected jit_compile=False. "
+            f"Received: jit_compile=True for `{model.name}`"
+        )
+
+
+def _planned(original: Method) -> Method:
+    """Plan a model that was compiled before there was a job."""
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_known = current.is_local() or not self.compiled or current.job().known.model(self).is_planned
+        if not is_known and (isinstance(self, keras.Sequential) or hasattr(functional_of(self), "_nodes_by_depth")):
+            _plan_compiled(self)
+        return original(self, *args, **kwargs)
+
+    return call
 
 
 def runner_of(model: Any) -> Runner | None:
