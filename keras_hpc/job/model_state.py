@@ -162,13 +162,14 @@ class Known:
         """Forget what one rank may know and another not, as a call of this model has failed.
 
         Args:
-            model: the model. What the user has set for it stays.
+            model: the model. What the user has set for it stays, as how it is computed in parts.
             first: `named` when the call began. Keys that were given since are gone, with what is known of their owners,
                 but for how the variables that they have made are shared out.
         """
         self.has_failed = True
         before = self.model(model)
-        self._models[model] = ModelState(step_modes=before.step_modes, jit_compile=before.jit_compile)
+        kept = "step_modes", "jit_compile", "runner", "is_planned", "needs_whole_outputs", "outputs_are_decided"
+        self._models[model] = ModelState(**{name: getattr(before, name) for name in kept})
         for owner, key in _entries(self._keys):
             if int(key.lstrip(string.ascii_letters)) >= first:
                 del self._keys[owner]

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import keras_private, parts, running
+from keras_hpc.keras_hooks import keras_private, part_extents, parts, running
 from keras_hpc.keras_hooks.state import variables
 from keras_hpc.keras_hooks.trials import unchanged
 
@@ -28,15 +28,20 @@ def install(job: Any, patcher: Any) -> None:
         @functools.wraps(original)
         def _symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
             if iterator is None:
-                return original(self, data_batch=_with_a_sample(parts.as_whole(self, data_batch)))
+                with part_extents.explained(self, lambda: data_batch):
+                    return original(self, data_batch=_with_a_sample(parts.as_whole(self, data_batch)))
+
+            first: Any = None
 
             def looked_at() -> Iterator[Any]:
+                nonlocal first
                 for *steps, batches in iterator:  # Keras before 3.12 does not say which step is the last
                     batch = batches[0] if isinstance(batches, (list, tuple)) else next(batches)
+                    first = batch
                     yield *steps, [_with_a_sample(parts.as_whole(self, batch))]
 
             looking = getattr(iterator.data_adapter, "looked_at", contextlib.nullcontext)
-            with looking():
+            with looking(), part_extents.explained(self, lambda: first):
                 return original(self, iterator=looked_at())
 
         return _symbolic_build
@@ -128,7 +133,7 @@ def trace(model: Any, step: Callable[[Any], Any], element_spec: Any) -> None:
             return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
         return None if isinstance(spec, tf.OptionalSpec) else spec
 
-    with running.only_building():
+    with running.only_building(), part_extents.explained(model, lambda: element_spec):
         tf.function(step).get_concrete_function(tf.nest.map_structure(plain, element_spec))
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from keras_hpc import _native
 from keras_hpc.job import current
 from keras_hpc.keras_hooks import running
+from keras_hpc.spatial.plan import functional_of
 
 _OF_SHAPES = re.compile(r"shape|size of tensor|dimension|must be equal|broadcast", re.IGNORECASE)
 
@@ -91,6 +92,7 @@ def _forget(job: current.Job, model: Any, first: int) -> None:
     if job.virtual is not None:
         job.virtual.states.clear()
     job.known.forget(model, first)
+    job.known.model(functional_of(model)).checked_calls = 0
     # They may hold plans by names that are gone.
     model.train_function = model.test_function = None
 

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import keras_private, part_losses, parts
+from keras_hpc.keras_hooks import keras_private, part_extents, part_losses, parts
 from keras_hpc.spatial.plan import functional_of
 
 
@@ -70,7 +70,8 @@ def decide(model: Any, batch: Any) -> None:
         return
     state = current.job().known.model(functional_of(model))
     if not state.outputs_are_decided and parts.gives_parts(model):
-        trial = _trial(model, parts.as_whole(model, batch))
+        with part_extents.explained(model, lambda: batch):
+            trial = _trial(model, parts.as_whole(model, batch))
         own = [f"The metric `{one.name}` of your own class" for one in part_losses.own_metrics(model)]
         mixing = [*own, *trial.mixing, *(one.what for one in trial.questions if trial.mixed_axis(*one.arguments))]
         if mixing:

@@ -20,6 +20,7 @@ from keras_hpc.keras_hooks import keras_private, running
 from keras_hpc.keras_hooks.data.arrays import digest
 from keras_hpc.keras_hooks.state import seeds
 from keras_hpc.keras_hooks.trials import own_steps
+from keras_hpc.spatial import extents
 from keras_hpc.spatial.masks import Masks
 from keras_hpc.spatial.partition import plan_of
 from keras_hpc.spatial.plan import Plan, Split, functional_of
@@ -37,6 +38,8 @@ def install(job: Any, patcher: Any) -> None:
     trainer = keras_private.get(keras_private.TRAINER)
     function, functional = keras_private.get(keras_private.FUNCTION), keras_private.get(keras_private.FUNCTIONAL)
     patcher.patch(trainer, "compile", _compile)
+    for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
+        patcher.patch(keras_private.backend_trainer(), name, _planned)
     patcher.patch(function, "_run_through_graph", _run_through_graph)
     patcher.patch(functional, "input_spec", _input_spec)
 
@@ -103,16 +106,33 @@ def _compile(original: Method) -> Method:
     def compile_(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if not current.is_local():
-            _plan_once(self)
-            _forget_outputs(self)
-            if self.jit_compile is True and runner_of(self) is not None and keras.backend.backend() == "torch":
-                raise ValueError(
-                    "PyTorch's compiler cannot see what ranks exchange inside of a model in parts. Expected "
-                    f"jit_compile=False. Received: jit_compile=True for `{self.name}`"
-                )
+            _plan_compiled(self)
         return result
 
     return compile_
+
+
+def _plan_compiled(model: Any) -> None:
+    _plan_once(model)
+    _forget_outputs(model)
+    if model.jit_compile is True and runner_of(model) is not None and keras.backend.backend() == "torch":
+        raise ValueError(
+            "PyTorch's compiler cannot see what ranks exchange inside of a model in parts. Expected jit_compile=False. "
+            f"Received: jit_compile=True for `{model.name}`"
+        )
+
+
+def _planned(original: Method) -> Method:
+    """Plan a model that was compiled before there was a job."""
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_known = current.is_local() or not self.compiled or current.job().known.model(self).is_planned
+        if not is_known and (isinstance(self, keras.Sequential) or hasattr(functional_of(self), "_nodes_by_depth")):
+            _plan_compiled(self)
+        return original(self, *args, **kwargs)
+
+    return call
 
 
 def runner_of(model: Any) -> Runner | None:
@@ -205,18 +225,36 @@ def as_whole(model: Any, batch: Any) -> Any:
     runner = runner_of(model)
     if runner is None or batch is None:
         return batch
-    graph = runner.plan.model
-    inputs = [(x.shape, runner.plan.splits[id(x)]) for x in graph.inputs]
-    outputs = [(x.shape, split) for x, split in outputs_of(runner.plan)]
-    x, *others = keras.utils.unpack_x_y_sample_weight(batch)
-    given = [*zip(_in_order(x, graph.inputs, graph._inputs_struct), inputs, strict=False)]
-    for leaves in (_in_order(other, graph.outputs, graph._outputs_struct) for other in others):
-        each = outputs if len(leaves) == len(outputs) else outputs[:1] * len(leaves)
-        given += zip(leaves, each, strict=True)
     wholes: dict[int, Any] = {}
-    for leaf, of in given:
-        wholes.setdefault(id(leaf), _whole(leaf, *of))
+    for _, leaf, tensor, split in _pairs(runner.plan, batch):
+        wholes.setdefault(id(leaf), _whole(leaf, tensor.shape, split))
     return keras.tree.map_structure(lambda leaf: wholes.get(id(leaf), leaf), batch)
+
+
+def _pairs(plan: Plan, batch: Any) -> list[tuple[str, Any, Any, Split]]:
+    """Return what each tensor of a batch is, the tensor, that of the model that it is for, and how that is split."""
+    x, *others = keras.utils.unpack_x_y_sample_weight(batch)
+    inputs = [(tensor, plan.splits[id(tensor)]) for tensor in plan.model.inputs]
+    leaves = _in_order(x, plan.model.inputs, plan.model._inputs_struct)
+    pairs = [("inputs", leaf, *of) for leaf, of in zip(leaves, inputs, strict=False)]
+    outputs = outputs_of(plan)
+    for what, other in zip(("targets", "sample weights"), others, strict=True):
+        leaves = _in_order(other, plan.model.outputs, plan.model._outputs_struct)
+        each = outputs if len(leaves) == len(outputs) else outputs[:1] * len(leaves)
+        pairs += [(what, leaf, *of) for leaf, of in zip(leaves, each, strict=True)]
+    return pairs
+
+
+def fault_of_extents(model: Any, batch: Any) -> str | None:
+    """Return which tensor of a batch does not fit the model's, of which it has neither all nor this rank's part."""
+    runner = runner_of(model)
+    for what, leaf, tensor, split in [] if runner is None or batch is None else _pairs(runner.plan, batch):
+        shape = getattr(leaf, "shape", ())
+        axes = [axis for axis in range(1, min(len(shape), len(tensor.shape) - 1)) if shape[axis] != 1]
+        split = split if what == "inputs" or gives_parts(model) else frozenset()
+        if reason := extents.fault_of(shape, tensor.shape, split, current.job().group.part, axes):
+            return f"The {what} of model `{model.name}` in parts do not fit it. {reason}"
+    return None
 
 
 def _in_order(given: Any, tensors: Any, structure: Any) -> list[Any]:
@@ -266,6 +304,8 @@ def check_same_samples(model: Any, batch: Any) -> None:
     # Extents tell little: a whole tensor may have as many rows as one rank's part of another tensor.
     wholes = [{one for one in of_leaf if one is not None} for of_leaf in zip(*digests, strict=False)]
     if any(theirs != rows[0] for theirs in rows) or any(len(one) > 1 for one in wholes):
+        if reason := fault_of_extents(model, batch):
+            raise ValueError(reason)
         raise ValueError(
             "The ranks of a group compute the same samples, each a part of them. Expected the same batch on all ranks "
             f"of group {group.index}. Received: {list(rows)} rows on them, of different contents where these are equal"
@@ -278,7 +318,7 @@ def _check_first_samples(model: Any, inputs: Any) -> None:
     traced = any(backends.current().is_traced(leaf) for leaf in keras.tree.flatten(inputs))
     if state.checked_calls < CHECKED_CALLS and not traced:
         state.checked_calls += 1
-        check_same_samples(model, inputs)
+        check_same_samples(model, (inputs,))
 
 
 def _may_be_part(leaf: Any, runner: Runner) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 
 from keras_hpc.job import current
-from keras_hpc.keras_hooks import building, losses, part_outputs, running
+from keras_hpc.keras_hooks import building, losses, part_extents, part_outputs, running
 from keras_hpc.keras_hooks.state import layer_states, normalization, seeds
 from keras_hpc.keras_hooks.state.variables import buffers
 from keras_hpc.keras_hooks.trials import own_steps
@@ -100,8 +100,9 @@ def wrap(model: Any, kind: str, mode: Mode, step: StepFunction) -> StepFunction:
 
     @functools.wraps(step)
     def drawing_by_rank(*args: Any) -> Any:
-        part_outputs.decide(model, args[-1][0] if keras.backend.backend() == "torch" else args[-1])
-        with seeds.of_rank(model):
+        batch = args[-1][0] if keras.backend.backend() == "torch" else args[-1]
+        part_outputs.decide(model, batch)
+        with part_extents.explained(model, lambda: batch), seeds.of_rank(model):
             return counted(*args)
 
     return drawing_by_rank

@@ -9,6 +9,7 @@ positions as there will be, for it may know their numbers.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from keras_hpc import backends
 _ROWS = 6  # of each sample along the axis that is asked about; half of them are compared
 _MOST = 2**18  # numbers of a tensor with all rows; of a larger one other axes get few rows, too
 _SAMPLES, _CHANNELS = 2, 4
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _FINE, _COARSE = 1e-3, 2e-2  # of the largest value, with 32 bits and with 16
 
 Arrays = list[np.ndarray]
@@ -96,7 +98,8 @@ def fault_of_layer(node: Any, axes: Sequence[int]) -> str | None:
 
 
 def _cannot(axis: int, error: Exception) -> str:
-    return f"cannot compute a part of its axis {axis}: {type(error).__name__}: {str(error)[:200]}"
+    said = " ".join(_COLOURS.sub("", str(error)).split())  # Keras colours what it says of a call
+    return f"cannot compute a part of its axis {axis}: {type(error).__name__}: {said[:300]}"
 
 
 def _small(tensor: Any, axis: int | None, rows: int, few: bool = False) -> tuple[int, ...]:

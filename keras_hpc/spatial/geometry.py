@@ -14,7 +14,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 Rows = tuple[int, int]  # [begin, end)
 
@@ -338,15 +340,16 @@ class Grid:
         Raises:
             ValueError: it is something else.
         """
-        given = (parts,) if isinstance(parts, int) else tuple(parts)
-        if not given or len(given) > 3 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in given):
+        given = tuple(parts) if isinstance(parts, Iterable) else (parts,)
+        known = all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n > 0 for n in given)
+        if not known or not 1 <= len(given) <= 3:
             raise ValueError(
                 "A sample is split into a number of parts along each of its one to three spatial axes. Expected a "
                 f"positive int, or a tuple of them, such as (2, 1). Received: {parts!r}"
             )
         while len(given) > 1 and given[-1] == 1:  # so (2, 1) is for models of one axis, too
             given = given[:-1]
-        return cls(given)
+        return cls(tuple(map(int, given)))
 
     @property
     def size(self) -> int:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -16,7 +16,7 @@ import numpy as np
 from keras import ops
 
 from keras_hpc import backends
-from keras_hpc.spatial import geometry, operations, statistics, windows
+from keras_hpc.spatial import extents, geometry, operations, statistics, windows
 from keras_hpc.spatial.fetch import Fetch, Fill, fetch
 from keras_hpc.spatial.group import Group
 from keras_hpc.spatial.masks import Masks
@@ -124,9 +124,9 @@ class Runner:
         model = self.plan.model
         values = {}
         for tensor, x in zip(model.inputs, keras.tree.flatten(inputs), strict=True):
-            cut = functools.partial(
-                self.cut, shape=tensor.shape, split=self.plan.splits[id(tensor)], what=f"input `{tensor.name}`"
-            )
+            split = self.plan.splits[id(tensor)]
+            spatial, what = {*split, *range(1, len(tensor.shape) - 1)}, f"input `{tensor.name}`"
+            cut = functools.partial(self.cut, shape=tensor.shape, split=split, what=what, axes=spatial)
             values[id(tensor)] = self._masks.carried(x, cut(x), cut)
         for number, (node, step) in enumerate(self.plan.nodes()):
             # A layer may have several nodes.
@@ -143,24 +143,28 @@ class Runner:
             ]
         return keras.tree.pack_sequence_as(model._outputs_struct, outputs)
 
-    def cut(self, x: Any, shape: Sequence[int | None], split: Split, what: str) -> Any:
+    def cut(
+        self, x: Any, shape: Sequence[int | None], split: Split, what: str, axes: Collection[int] | None = None
+    ) -> Any:
         """Return this rank's part of a tensor that is whole; one that is this part already stays as it is.
+
+        Args:
+            x: the tensor.
+            shape: of the whole one.
+            split: along which axes it is split.
+            what: it is.
+            axes: whose extents are known, those that are split by default.
 
         Raises:
             ValueError: it is neither.
         """
+        reason = extents.fault_of(x.shape, shape, split, self._group.part, split if axes is None else axes)
+        if reason:
+            name = self.plan.model.name
+            raise ValueError(f"The ranks of a group have a part each of {what} of model `{name}`. {reason}")
         for axis in sorted(split):
-            extent = shape[axis] or 0
-            begin, end = self._group.part(extent, axis - 1)
-            rows = x.shape[axis]
-            if rows == extent:
-                x = _rows(x, axis, begin, end)
-            elif rows != end - begin:
-                raise ValueError(
-                    f"The ranks of a group have a part each of {what} of model `{self.plan.model.name}`. Expected all "
-                    f"{extent} rows of axis {axis}, or the {end - begin} rows from {begin} that keras_hpc.part says. "
-                    f"Received: {rows} rows"
-                )
+            if x.shape[axis] == shape[axis]:
+                x = _rows(x, axis, *self._group.part(shape[axis] or 0, axis - 1))
         return x
 
     def share(self, number: int) -> float:

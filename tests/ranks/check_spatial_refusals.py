@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from keras import layers
 from keras_cases import enough_on
-from spatial_cases import compiled, direct, grid, ranks, residual, samples, strided
+from spatial_cases import compiled, direct, grid, pixels, ranks, residual, samples, strided
 
 import keras_hpc
 
@@ -26,7 +26,7 @@ def test_different_samples_in_a_group_are_refused(grid):
         model.evaluate(x + keras_hpc.rank(), y, verbose=0)
     with pytest.raises(ValueError, match="same data on all ranks"):
         model.predict(x + keras_hpc.rank(), verbose=0)
-    with pytest.raises(ValueError, match="a part each of input"):
+    with pytest.raises(ValueError, match=r"The inputs of .* Expected all 45 rows of axis 1, or the \d+ rows"):
         model.train_on_batch(x[:, :7], y)
     in_a_loop = compiled(residual)
     x, _ = samples(in_a_loop, 2)
@@ -122,5 +122,85 @@ def test_a_loss_that_a_layer_inside_of_another_adds_of_a_part(grid):
 def test_arguments_of_init():
     with pytest.raises(ValueError, match=f"Expected a number of ranks that {ranks() + 1} divides"):
         keras_hpc.init(spatial=ranks() + 1)
-    with pytest.raises(ValueError, match="number of parts along each"):
-        keras_hpc.init(spatial=(2, 0))
+    for wrong in ((2, 0), 2.0, "2"):
+        with pytest.raises(ValueError, match="number of parts along each"):
+            keras_hpc.init(spatial=wrong)
+    keras_hpc.init(spatial=np.int64(ranks()))  # as arithmetic with NumPy gives it
+    assert keras_hpc.part(np.int64(ranks())) == (keras_hpc.rank(), keras_hpc.rank() + 1)
+    keras_hpc.finalize()
+
+
+@enough_on("torch", "tensorflow")
+@pytest.mark.parametrize("way", ["fit", "train_on_batch", "evaluate", "predict"])
+def test_a_model_that_was_compiled_before_there_was_a_job(way):
+    model = pixels()
+    model.compile("sgd", "mse")
+    x = np.ones((2, 13, 9, 2), "float32")
+    keras_hpc.init(batch="global", spatial=(ranks(), 1))
+    getattr(model, way)(x, *[x] * (way != "predict"), **({} if way == "train_on_batch" else {"verbose": 0}))
+    assert model.predict_on_batch(_of_part(x, 1)).shape[1] == 13  # an input may be a part
+    keras_hpc.finalize()
+
+
+def test_what_keras_says_of_a_lambda_is_quoted_without_colours(grid):
+    model = keras.Sequential([
+        keras.Input((36, 12, 3)), layers.Conv2D(3, 3, padding="same"), layers.Lambda(lambda x: x * np.ones((36, 1, 1)))
+    ])  # fmt: skip
+    with pytest.raises(ValueError, match=r"cannot compute a part of its axis \d: \w+: Exception encountered") as caught:
+        model.compile("sgd", "mse")
+    assert "\x1b" not in str(caught.value)
+
+
+def _of_part(array, *axes):
+    """What a reader reads that asks for this rank's rows of these axes."""
+    for axis in axes:
+        array = array[(slice(None),) * axis + (slice(*keras_hpc.part(array.shape[axis], axis - 1)),)]
+    return array
+
+
+@enough_on("torch", "jax")
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        # What is whole, as it has few columns, or few rows, was cut, or what is split has rows of its own.
+        (((1, 2), (1, 2), (1, 2)), "The inputs of .* Expected all 6 rows of axis 2, which is not split"),
+        (((), (1, 2), ()), "The targets of .* Expected all 6 rows of axis 2, which is not split"),
+        (((1,), (2,), (1,)), "The targets of .* Expected all 6 rows of axis 2, which is not split"),
+        (((), (), (1, 2)), "The sample weights of .* Expected all 6 rows of axis 2, which is not split"),
+    ],
+)
+def test_a_part_of_what_is_whole(axes, words, grid):
+    if grid != (2, 2):
+        pytest.skip("columns are not cut")
+    inputs = keras.Input((13, 6, 2))
+    model = keras.Model(inputs, layers.Conv2D(2, 3, padding="same")(inputs))
+    model.compile("sgd", "mse")
+    x, y = np.ones((2, 13, 6, 2), "float32"), np.ones((2, 13, 6, 2), "float32")
+    given = [_of_part(a, *of) for a, of in zip((x, y, y[..., 0]), axes, strict=True)]
+    with pytest.raises(ValueError, match=words + r".*Received: 3 rows"):
+        model.train_on_batch(*given)
+
+
+@pytest.mark.parametrize("way", ["fit", "train_on_batch", "evaluate"])
+def test_targets_that_are_neither_whole_nor_a_part(way, grid):
+    x = np.ones((2, 13, 9, 2), "float32")
+    options = {} if way == "train_on_batch" else {"verbose": 0}
+    for given, what in (({"y": x[:, :3]}, "targets"), ({"y": x, "sample_weight": x[:, :3, :, 0]}, "sample weights")):
+        words = rf"The {what} of model .* Expected all 13 rows of axis 1, or the \d rows from \d+ .* Received: 3 rows"
+        with pytest.raises(ValueError, match=words):  # of a new model: Keras on JAX loses one whose step has failed
+            getattr(compiled(pixels, "mse", metrics=None), way)(x, **given, **options)
+    compiled(pixels, "mse", metrics=None).train_on_batch(x, _of_part(x, 1))  # though the input is whole
+
+
+@enough_on("torch", "jax")
+def test_a_model_stays_in_parts_though_a_call_of_it_has_failed(grid):
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise ZeroDivisionError
+
+    model = compiled(pixels, "mse", metrics=None)
+    x = np.ones((2, 13, 9, 2), "float32")
+    with pytest.raises(ZeroDivisionError):
+        model.fit(x, x, verbose=0, callbacks=[Fails()])
+    assert model.predict_on_batch(_of_part(x, 1)).shape[1] == 13  # an input may still be a part
+    model.train_on_batch(_of_part(x, 1), _of_part(x, 1))
