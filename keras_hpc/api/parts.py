@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from keras_hpc.job import current
 from keras_hpc.spatial.geometry import Grid
@@ -43,7 +42,7 @@ def part(extent: int, axis: int = 0) -> tuple[int, int]:
     >>> keras_hpc.part(64)
     (0, 64)
     """
-    if isinstance(extent, bool) or not isinstance(extent, (int, np.integer)) or extent < 1:
+    if isinstance(extent, bool) or not isinstance(extent, (int, numbers.Integral)) or extent < 1:
         raise ValueError(f"`extent` is a number of rows. Expected a positive int. Received: extent={extent!r}")
     if axis not in (0, 1, 2):
         raise ValueError(f"`axis` is a spatial axis. Expected 0, 1 or 2. Received: axis={axis!r}")

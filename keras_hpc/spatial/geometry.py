@@ -14,9 +14,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import numbers
 from collections.abc import Iterable, Sequence
-
-import numpy as np
 
 Rows = tuple[int, int]  # [begin, end)
 
@@ -341,7 +340,7 @@ class Grid:
             ValueError: it is something else.
         """
         given = tuple(parts) if isinstance(parts, Iterable) else (parts,)
-        known = all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n > 0 for n in given)
+        known = all(isinstance(n, (int, numbers.Integral)) and not isinstance(n, bool) and n > 0 for n in given)
         if not known or not 1 <= len(given) <= 3:
             raise ValueError(
                 "A sample is split into a number of parts along each of its one to three spatial axes. Expected a "
