@@ -23,7 +23,7 @@ def tell(model: Any, method: str, metrics: Sequence[Any], found: Sequence[int]) 
 
     Args:
         model: whose metrics they are.
-        method: its step that was tried.
+        method: its step that was tried, which may be Keras' own.
         metrics: of `of_model`.
         found: what each was found to get, the same on all ranks.
     """
@@ -31,9 +31,11 @@ def tell(model: Any, method: str, metrics: Sequence[Any], found: Sequence[int]) 
         kinds[metric] = kind
     mixed = [f"`{metric.name}`" for metric, kind in zip(metrics, found, strict=True) if kind == NEITHER]
     if mixed and current.team_of(model).rank == 0:
+        name, is_keras_own = type(model).__name__, getattr(type(model), method).__module__.startswith("keras.")
+        what = f"A layer or method of `{name}`" if is_keras_own else f"`{name}.{method}()`"
         log.warning(
-            f"`{type(model).__name__}.{method}()` gives metrics a number of the whole batch that is neither a mean "
-            "nor a sum over samples, as the root of a mean. Each rank has a part of the batch, so what they say is not "
+            f"{what} gives metrics a number of the whole batch that is neither a mean nor a sum over samples, as the "
+            "root of a mean. Each rank has a part of the batch, so what they say is not "
             f"what one rank says. Give them a number for each sample, or means. Received: {', '.join(mixed)}"
         )
 
@@ -43,6 +45,12 @@ def of_model(model: Any) -> list[Any]:
     wrapped = keras.metrics.MeanMetricWrapper
     given = keras.metrics.Mean, keras.metrics.Sum
     return [metric for metric in model.metrics if isinstance(metric, given) and not isinstance(metric, wrapped)]
+
+
+def of_layers(model: Any) -> list[Any]:
+    """Return those of these metrics that the user has made: layers, or methods of the model, give numbers to them."""
+    compiled = [getattr(model, "_loss_tracker", None), *getattr(getattr(model, "_compile_loss", None), "metrics", [])]
+    return [metric for metric in of_model(model) if not any(metric is one for one in compiled)]
 
 
 def kind_of(metric: Any, ours: dict[int, Any], theirs: dict[int, Any]) -> int:
