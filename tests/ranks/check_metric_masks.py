@@ -102,12 +102,12 @@ class Numbers:
     """Metrics that are given numbers of a batch."""
 
     def keep(self):
-        self.mean, self.sums, self.total, self.ratio = (
+        self.mean, self.sums, self.total = (
             keras.metrics.Mean("mean"),
             keras.metrics.Mean("sums"),
-            keras.metrics.Sum("total"),
-            keras.metrics.Mean("ratio"),
+            keras.metrics.Sum("n"),
         )
+        self.ratio, self.norm = keras.metrics.Mean("ratio"), keras.metrics.Mean("norm")
 
     def watch(self, x):
         kept = ops.cast(x > 0, "float32")
@@ -115,6 +115,7 @@ class Numbers:
         self.sums.update_state(ops.sum(abs(x)))
         self.total.update_state(ops.sum(kept))
         self.ratio.update_state(ops.sum(x * kept) / (ops.sum(kept) + 1e-6))
+        self.norm.update_state(ops.sqrt(ops.sum(ops.square(x))))
 
 
 class Watched(Numbers, keras.layers.Layer):
@@ -160,8 +161,8 @@ def test_what_layers_and_methods_give_to_metrics_is_exact_or_named(make, method,
         together = logs()
     assert together.keys() == alone.keys()
     for name in alone:
-        if "ratio" not in name:
+        if "ratio" not in name and "norm" not in name:
             assert together[name] == pytest.approx(alone[name], rel=1e-5), name
     said = [record.getMessage() for record in caplog.records if "gives metrics a number" in record.getMessage()]
     assert everyone(len(said)) == [int(rank == 0 and job().size > 1) for rank in range(job().size)]
-    assert all(text.startswith("A layer or method of ") and text.endswith("Received: `ratio`") for text in said)
+    assert all(text.startswith("A layer or method of ") and text.endswith("Received: `ratio`, `norm`") for text in said)

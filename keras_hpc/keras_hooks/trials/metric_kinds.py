@@ -93,16 +93,16 @@ def checked(metric: Any, kind: int, moved: Sequence[dict[int, Any]], tolerance: 
 
     Args:
         metric: one of `of_model`.
-        kind: MEAN or SUM, as it seemed; of what is UNKNOWN nothing is said.
+        kind: MEAN or SUM, as it seemed, or UNKNOWN, which may be both.
         moved: as for `kind_of`, in steps on two halves that are not alike, and on both together.
         tolerance: how far numbers that are equal, but for rounding, are apart, as a part of them.
     """
     first, second, whole = (_counted(metric, of_part) for of_part in moved)
     totals, counts = np.sum([_total_and_count(metric, of_part) for of_part in moved[:2]], axis=0)
     merged = totals / counts if counts else 0.0  # parts with weights of their own samples have other counts
-    expected = first + second if kind == SUM else merged
+    expected = {MEAN: [merged], SUM: [first + second], UNKNOWN: [merged, first + second]}.get(kind, [whole])
     limit = tolerance * max(abs(first), abs(second), abs(whole))
-    return NEITHER if kind != UNKNOWN and abs(whole - expected) > limit else kind
+    return NEITHER if all(abs(whole - value) > limit for value in expected) else kind
 
 
 def _counted(metric: Any, moved: dict[int, Any]) -> float:
