@@ -185,6 +185,8 @@ def _guarded_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
         empty = tf.equal(count, 0)
 
         def filled(leaf: Any) -> Any:
+            if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+                return _filled(leaf, tf.where(empty, rows, 0))
             if not isinstance(leaf, tf.Tensor) or leaf.shape.rank == 0:
                 return leaf
             full = tf.cond(empty, lambda: _zero_rows(leaf, rows), lambda: leaf)
@@ -205,6 +207,20 @@ def _guarded_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
         return _noted(_without_nan(logs, empty), count)
 
     return counted
+
+
+def _filled(tensor: Any, more: Any) -> Any:
+    """Return a ragged or sparse tensor that has no rows with so many more: of one zero, or of none that are kept."""
+    import tensorflow as tf
+
+    if isinstance(tensor, tf.SparseTensor):
+        count = tensor.dense_shape[:1] + tf.cast(more, tf.int64)
+        return tf.SparseTensor(tensor.indices, tensor.values, tf.concat([count, tensor.dense_shape[1:]], 0))
+    values = tensor.flat_values
+    zeros = tf.zeros(tf.concat([[more], tf.shape(values)[1:]], 0), values.dtype)
+    ends = tf.range(1, tf.cast(more, tensor.row_splits.dtype) + 1)
+    splits = [tf.concat([of_axis, ends], 0) for of_axis in tensor.nested_row_splits]
+    return tf.RaggedTensor.from_nested_row_splits(tf.concat([values, zeros], 0), splits, validate=False)
 
 
 def _without_nan(logs: Any, empty: Any = True) -> Any:

@@ -91,7 +91,10 @@ def _first_step(model: Any, kind: str, function: Method) -> Method:
         if kind == "train":
             replicas.mark_statistics_local(owner)  # they are equal before
         if current.job().virtual is None:
-            args = own_steps.check(owner, args) if kind == "train" else test_steps.check(owner, args)
+            if kind == "train":
+                args = test_steps.check_training(owner, own_steps.check(owner, args))
+            else:
+                args = test_steps.check(owner, args)
         with trace.step(f"{owner.name} {kind}", backends.current().mark):
             results = function(*args)
         logs = results[0] if keras.backend.backend() == "jax" else results

@@ -24,6 +24,7 @@ MASKS = {
     "not 0": lambda y: ops.not_equal(y, 0.0),
     "not -1": lambda y: ops.not_equal(y, -1.0),
     "not -999": lambda y: ops.not_equal(y, -999.0),
+    "more than -9000": lambda y: y > -9000.0,
     "a number": lambda y: ops.logical_not(ops.isnan(y)),
 }
 
@@ -54,6 +55,56 @@ def test_a_loss_with_a_mask_of_its_own_is_refused(name):
     model.compile("sgd", masked(MASKS[name]))
     with pytest.raises(ValueError, match="neither a mean nor a sum over samples") if job().size > 1 else nullcontext():
         model.fit(X, Y, batch_size=BATCH, verbose=0)
+
+
+WORDS = np.random.default_rng(0).integers(0, 3, (len(X), 5))
+
+
+def of_words(mark):
+    """The mean loss of the words of a batch that are not marked."""
+
+    def loss(y, p):
+        kept = ops.not_equal(y, mark)
+        losses = keras.losses.sparse_categorical_crossentropy(ops.where(kept, y, 0), p, from_logits=True)
+        return ops.sum(losses * ops.cast(kept, losses.dtype)) / (ops.sum(ops.cast(kept, losses.dtype)) + 1e-6)
+
+    return loss
+
+
+class OfWords(keras.Model):
+    """Computes its loss of its targets, or of its input."""
+
+    def __init__(self, mark, of_input=False):
+        super().__init__()
+        self.loss_of, self.of_input = of_words(mark), of_input
+        self.layer = keras.Sequential([keras.layers.Embedding(7, 4), keras.layers.Dense(3)])
+
+    def call(self, x):
+        return self.layer(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return self.loss_of(x if self.of_input else y, y_pred)
+
+
+@pytest.mark.parametrize("mark", [-100, *enough([-1, 255], "torch")])
+@pytest.mark.parametrize("own", ["loss", *enough(["compute_loss"], "torch")])
+def test_classes_without_a_value_are_seen(own, mark):
+    if own == "loss":
+        model = keras.Sequential([keras.layers.Embedding(7, 4), keras.layers.Dense(3)])
+        model.compile("sgd", of_words(mark))
+    else:
+        model = OfWords(mark)
+        model.compile("sgd")
+    with pytest.raises(ValueError, match=r"neither a mean nor a sum") if job().size > 1 else nullcontext():
+        model.fit(WORDS, np.where(WORDS == 0, mark, WORDS).astype("int32"), batch_size=BATCH, verbose=0)
+
+
+@enough_on("torch")
+def test_a_mask_of_words_that_are_the_targets_too_is_seen():
+    model = OfWords(0, of_input=True)
+    model.compile("sgd")
+    with pytest.raises(ValueError, match=r"neither a mean nor a sum") if job().size > 1 else nullcontext():
+        model.fit(WORDS.astype("int32"), WORDS, batch_size=BATCH, verbose=0)
 
 
 def test_a_step_that_takes_positive_numbers_only_is_exact():

@@ -17,7 +17,9 @@ _FINE_TOLERANCE = 1e-3  # likewise, on a CPU, in 32 or 64 bits
 # What numbers of rows are multiplied with, in two parts, so that a mask leaves others of each: a sign, or a threshold.
 SIGNS = (1, -1, 1, 1), (1, -1, -1, 1)
 SIZES = (1, 100, 1, 1), (1000, 1, 1000, 1)
-MISSING = np.nan, -999.0  # what else than 0 and -1 marks targets without a value
+MISSING = np.nan, -999.0, -9999.0, -100.0, 255.0  # what else than 0 and -1 marks targets without a value
+# The same for numbers and for integers, which may be classes; those of numbers are for one sample each.
+MISSING_OF = (MISSING[:1], -1), (MISSING[1:], -100), (MISSING[1:2], 255)
 _UNKNOWN_LENGTH = 8  # of axes whose length is not known
 
 
@@ -82,12 +84,28 @@ def may_be_any() -> bool:
 
 
 def without_a_value(mark: float | None, array: Any) -> Any:
-    """Return targets of which the first sample is marked as having none."""
-    if mark is None or array is None or array.dtype.kind != "f" or not array.ndim:
+    """Return targets of which the first sample is marked as having none, if the mark is of their kind.
+
+    Classes out of range may end a program on a GPU, so integers are not marked there.
+    """
+    if mark is None or array is None or not array.ndim or array.dtype.kind not in ("fiu" if may_be_any() else "f"):
+        return array
+    if array.dtype.kind != "f" and (np.isnan(mark) or not np.can_cast(np.min_scalar_type(int(mark)), array.dtype)):
         return array
     marked = array.copy()
     marked[0] = mark
     return marked
+
+
+def marked(of_numbers: Sequence[float], of_integers: int, array: Any) -> Any:
+    """Return targets of which the first samples are marked as having no value, by marks of their kind."""
+    is_number = array is not None and array.dtype.kind == "f"
+    return multiplied((1,) * ROWS, of_numbers, array) if is_number else without_a_value(of_integers, array)
+
+
+def doubled(array: Any) -> Any:
+    """Return integers that are twice as large, as other words or classes."""
+    return array if array is None or array.dtype.kind not in "iu" else array * array.dtype.type(2)
 
 
 def is_left_out(whole: Any, halves: Sequence[Any]) -> bool:

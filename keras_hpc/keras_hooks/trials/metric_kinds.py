@@ -23,7 +23,7 @@ def tell(model: Any, method: str, metrics: Sequence[Any], found: Sequence[int]) 
 
     Args:
         model: whose metrics they are.
-        method: its step that was tried.
+        method: its step that was tried, which may be Keras' own.
         metrics: of `of_model`.
         found: what each was found to get, the same on all ranks.
     """
@@ -31,9 +31,11 @@ def tell(model: Any, method: str, metrics: Sequence[Any], found: Sequence[int]) 
         kinds[metric] = kind
     mixed = [f"`{metric.name}`" for metric, kind in zip(metrics, found, strict=True) if kind == NEITHER]
     if mixed and current.team_of(model).rank == 0:
+        name, is_keras_own = type(model).__name__, getattr(type(model), method).__module__.startswith("keras.")
+        what = f"A layer or method of `{name}`" if is_keras_own else f"`{name}.{method}()`"
         log.warning(
-            f"`{type(model).__name__}.{method}()` gives metrics a number of the whole batch that is neither a mean "
-            "nor a sum over samples, as the root of a mean. Each rank has a part of the batch, so what they say is not "
+            f"{what} gives metrics a number of the whole batch that is neither a mean nor a sum over samples, as the "
+            "root of a mean. Each rank has a part of the batch, so what they say is not "
             f"what one rank says. Give them a number for each sample, or means. Received: {', '.join(mixed)}"
         )
 
@@ -43,6 +45,17 @@ def of_model(model: Any) -> list[Any]:
     wrapped = keras.metrics.MeanMetricWrapper
     given = keras.metrics.Mean, keras.metrics.Sum
     return [metric for metric in model.metrics if isinstance(metric, given) and not isinstance(metric, wrapped)]
+
+
+def of_layers(model: Any) -> list[Any]:
+    """Return those of these metrics that the user has made: layers, or methods of the model, give numbers to them.
+
+    None of a model in parts, whose layers give numbers of each part.
+    """
+    if current.job().group is not None:
+        return []
+    compiled = [getattr(model, "_loss_tracker", None), *getattr(getattr(model, "_compile_loss", None), "metrics", [])]
+    return [metric for metric in of_model(model) if not any(metric is one for one in compiled)]
 
 
 def kind_of(metric: Any, ours: dict[int, Any], theirs: dict[int, Any]) -> int:
@@ -80,16 +93,16 @@ def checked(metric: Any, kind: int, moved: Sequence[dict[int, Any]], tolerance: 
 
     Args:
         metric: one of `of_model`.
-        kind: MEAN or SUM, as it seemed; of what is UNKNOWN nothing is said.
+        kind: MEAN or SUM, as it seemed, or UNKNOWN, which may be both.
         moved: as for `kind_of`, in steps on two halves that are not alike, and on both together.
         tolerance: how far numbers that are equal, but for rounding, are apart, as a part of them.
     """
     first, second, whole = (_counted(metric, of_part) for of_part in moved)
     totals, counts = np.sum([_total_and_count(metric, of_part) for of_part in moved[:2]], axis=0)
     merged = totals / counts if counts else 0.0  # parts with weights of their own samples have other counts
-    expected = first + second if kind == SUM else merged
+    expected = {MEAN: [merged], SUM: [first + second], UNKNOWN: [merged, first + second]}.get(kind, [whole])
     limit = tolerance * max(abs(first), abs(second), abs(whole))
-    return NEITHER if kind != UNKNOWN and abs(whole - expected) > limit else kind
+    return NEITHER if all(abs(whole - value) > limit for value in expected) else kind
 
 
 def _counted(metric: Any, moved: dict[int, Any]) -> float:

@@ -4,7 +4,7 @@
 A class does not tell what its state is. A sum over samples may be added up; a number of a whole batch, as a distance
 between two distributions, may not, and of means of batches one rank counts all alike, whatever their size. So the
 metric is tried: on the made-up samples of two ranks, whose states are merged, and on those of both. What it says of
-them must be the same.
+them must be the same, also where a mask of its own leaves out other samples of one rank than of the other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -25,6 +25,8 @@ from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.keras_hooks import running
 from keras_hpc.keras_hooks.trials import made_up, unchanged
+
+_Change = Callable[[int, np.ndarray], np.ndarray]  # of an argument of `update_state`, by its place
 
 _SECOND = 0.2, 8.0  # what numbers of the second rank are multiplied with, so that ranks have values of their own
 _PARTS = (1, 1), (2, 1)  # how many made-up batches each rank has
@@ -112,9 +114,9 @@ def ask(metric: Any, merge: Callable[[Any, Sequence[np.ndarray]], list[Any]]) ->
         return None
     found = None
     with current.alone(), unchanged.attributes(_all(metric)), backends.current().outside_programs():
-        for parts, scale in itertools.product(_PARTS, _SECOND):
+        for parts, changes in _ranks():
             try:
-                answer = _compare(metric, merge, parts, scale)
+                answer = _compare(metric, merge, parts, changes)
             except Exception:  # noqa: BLE001  it may refuse made-up samples; what is wrong with it, the step has raised
                 continue
             if answer is not None and not answer.agrees:
@@ -123,9 +125,41 @@ def ask(metric: Any, merge: Callable[[Any, Sequence[np.ndarray]], list[Any]]) ->
     return found
 
 
-def _compare(metric: Any, merge: Callable[..., list[Any]], parts: tuple[int, int], scale: float) -> Answer | None:
-    first = _samples(metric, parts[0], 0, 1.0)
-    second = _samples(metric, parts[1], 2 * parts[0], scale)
+def _ranks() -> Iterator[tuple[tuple[int, int], tuple[_Change, _Change]]]:
+    """Yield how many made-up batches two ranks have, and what is done with the samples of each.
+
+    Masks see both signs, and targets that are large or marked as missing: then a rank has fewer samples that count.
+    """
+
+    def scaled(scale: float) -> _Change:
+        return lambda place, array: array * array.dtype.type(scale) if array.dtype.kind == "f" else array
+
+    def with_signs(signs: Sequence[float], scale: float) -> _Change:
+        change = scaled(scale)
+        return lambda place, array: change(place, array if place > 1 else made_up.multiplied(signs, (), array))
+
+    def with_targets(change: Callable[[np.ndarray], Any], scale: float) -> _Change:
+        other = scaled(scale)
+        return lambda place, array: other(place, array) if place else change(array)
+
+    for parts, scale in itertools.product(_PARTS, _SECOND):
+        yield parts, (scaled(1.0), scaled(scale))
+    # Predictions of the second rank are such that its errors are others than those of the first.
+    parts, scale = _PARTS[0], _SECOND[1]
+    yield parts, (with_signs(made_up.SIGNS[0], 1.0), with_signs(made_up.SIGNS[1], scale))
+    if not made_up.may_be_any():
+        return
+    first, second = (functools.partial(made_up.multiplied, sizes, ()) for sizes in made_up.SIZES)
+    yield parts, (with_targets(first, 1.0), with_targets(second, scale))
+    for mark in (0.0, -1.0, *made_up.MISSING):
+        yield parts, (scaled(1.0), with_targets(functools.partial(made_up.without_a_value, mark), scale))
+
+
+def _compare(
+    metric: Any, merge: Callable[..., list[Any]], parts: tuple[int, int], changes: tuple[_Change, _Change]
+) -> Answer | None:
+    first = _samples(metric, parts[0], 0, changes[0])
+    second = _samples(metric, parts[1], 2 * parts[0], changes[1])
     total = made_up.ROWS * sum(parts)
     states = []
     for samples, count in zip((first, second), parts, strict=True):
@@ -135,8 +169,8 @@ def _compare(metric: Any, merge: Callable[..., list[Any]], parts: tuple[int, int
     if not all(np.array_equal(x, y, equal_nan=True) for x, y in zip(whole, again, strict=True)):
         raise _UnknownError  # random
     merged = merge(metric, [np.stack(values) for values in zip(*states, strict=True)])
-    ours, theirs = (np.array(_result(metric, values), np.float64) for values in (merged, whole))
-    if not np.isfinite([ours, theirs]).all():
+    ours, theirs, *halves = (np.array(_result(metric, values), np.float64) for values in (merged, whole, *states))
+    if not np.isfinite([ours, theirs]).all() or made_up.is_left_out(theirs, halves):
         return None
     tolerance = made_up.tolerance_of([metric.dtype, *(variable.dtype for variable in metric.variables)])
     apart = abs(ours - theirs) - tolerance * np.maximum(abs(ours), abs(theirs)) - _ROUNDING
@@ -171,7 +205,7 @@ def _result(metric: Any, values: Sequence[Any]) -> list[float]:
         return [float(x) for value in result for x in np.ravel(backends.current().to_numpy(value))]
 
 
-def _samples(metric: Any, batches: int, seed: int, scale: float) -> tuple[Any, Any]:
+def _samples(metric: Any, batches: int, seed: int, change: _Change) -> tuple[Any, Any]:
     """Return what a metric may be given, for some made-up batches."""
     specs = [leaf for leaf in keras.tree.flatten(_given[metric]) if isinstance(leaf, _Spec)]
     lengths = {spec.shape[:1] for spec in specs}
@@ -185,8 +219,7 @@ def _samples(metric: Any, batches: int, seed: int, scale: float) -> tuple[Any, A
             return leaf
         place = next(places)  # targets and predictions are not to be equal
         parts = [made_up.samples(leaf, seed + 2 * number, place=place) for number in range(batches)]
-        made = np.concatenate(parts)
-        made = made * made.dtype.type(scale) if made.dtype.kind == "f" else made
+        made = change(place, np.concatenate(parts))
         return keras.ops.convert_to_tensor(made, dtype=leaf.dtype)
 
     places = itertools.count()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -180,8 +181,9 @@ def ask_number(function: Callable[..., Any], dtype: str | None, y_true: Any, y_p
         y_pred: likewise.
     """
     sums: list[bool] = []
-    others = (*made_up.MISSING, made_up.SIZES) if made_up.may_be_any() else ()
-    marks: list[tuple[Any, float]] = [*_SECOND, (made_up.SIGNS, 0.2), *((mark, 0.2) for mark in others)]
+    others = (*made_up.MISSING, made_up.SIZES, 0.0, -1.0, *made_up.MISSING) if made_up.may_be_any() else ()
+    scales = itertools.chain(itertools.repeat(0.2, len(made_up.MISSING) + 1), itertools.repeat(8.0))
+    marks: list[tuple[Any, float]] = [*_SECOND, (made_up.SIGNS, 0.2), *zip(others, scales, strict=False)]
     for draw, (missing, scale) in enumerate(marks):
         first, (targets, predictions) = (_made_up((y_true, y_pred), 4 * draw + part) for part in (0, 2))
         if isinstance(missing, tuple):

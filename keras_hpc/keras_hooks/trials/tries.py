@@ -223,8 +223,8 @@ def _dense(gradient: Any) -> Any:
 def pairs_of_parts(rank: Tries, samples: Any, batch: Any) -> Iterator[tuple[Any, Any]]:
     """Yield pairs of parts of a batch, of samples that are not alike.
 
-    In those after the first pair numbers have both signs, and targets are large, or have no value. A mask of the
-    user's own, which leaves as many samples of each part otherwise, then leaves fewer of one.
+    In those after the first pair numbers have both signs, integers are larger, and targets are large, or have no value.
+    A mask of the user's own, which leaves as many samples of each part otherwise, then leaves fewer of one.
 
     Args:
         rank: that has tried the first samples.
@@ -242,7 +242,11 @@ def pairs_of_parts(rank: Tries, samples: Any, batch: Any) -> Iterator[tuple[Any,
         keras.tree.map_structure(functools.partial(made_up.multiplied, made_up.SIGNS[0], ()), samples),
         keras.tree.map_structure(functools.partial(made_up.multiplied, made_up.SIGNS[1], marks), others),
     )
-    if not (may_be_any and isinstance(others, (list, tuple)) and len(others) > 1):
+    if not may_be_any:
+        return
+    if any(array is not None and array.dtype.kind in "iu" for array in keras.tree.flatten(others)):
+        yield samples, keras.tree.map_structure(made_up.doubled, others)
+    if not (isinstance(others, (list, tuple)) and len(others) > 1):
         return
     same: Any = type(others)  # PyTorch's trees tell lists from tuples
 
@@ -252,8 +256,8 @@ def pairs_of_parts(rank: Tries, samples: Any, batch: Any) -> Iterator[tuple[Any,
 
     large = [functools.partial(made_up.multiplied, sizes, ()) for sizes in made_up.SIZES]
     yield with_targets(large[0], samples), with_targets(large[1], others)
-    for mark in made_up.MISSING:
-        yield samples, with_targets(functools.partial(made_up.without_a_value, mark), others)
+    for marks_of in made_up.MISSING_OF:
+        yield samples, with_targets(functools.partial(made_up.marked, *marks_of), others)
 
 
 def _divides_alike(rank: Tries) -> bool:
