@@ -105,6 +105,7 @@ def _fit(original: Method) -> Method:
             current.active(),
             settles=any(map(root_only.saves, given)),
             initial_epoch=bound.arguments.get("initial_epoch", 0),
+            epochs=bound.arguments.get("epochs", 1),
             session=session,
         )
         with failed_calls.running_call(call):
@@ -306,7 +307,6 @@ def _begin_together(call: running.Call, callbacks: Any) -> None:
     model, team = call.model, current.team_of(call.model)
     losses.check_exact(model)
     steps = callbacks.params.get("steps")
-    call.epochs = callbacks.params.get("epochs", 0)
     # A callback may have restored weights and the epoch to go on with, on the root alone.
     epoch = -1 if model._initial_epoch is None or team.rank > 0 else model._initial_epoch
     message = np.array(

@@ -53,7 +53,7 @@ def adapter_for(job: Job, team: Team, call: running.Call, arguments: dict[str, A
     what = f"the data of Model.{call.kind}()"
     # Ranks whose data are refused must not leave the others waiting: they tell them why.
     try:
-        adapter = _open(shard, team, arguments)
+        adapter = _open(shard, team, arguments, _steps_of_all(call, arguments))
     except (TypeError, ValueError) as error:
         _exchange(team, {"error": f"{error}"}, what)
         raise
@@ -164,7 +164,16 @@ def first_samples(arguments: dict[str, Any], adapter: Any) -> Any:
     return None
 
 
-def _open(shard: Shard, team: Team, arguments: dict[str, Any]) -> Any:
+def _steps_of_all(call: running.Call, arguments: dict[str, Any]) -> int | None:
+    """Return how many steps a call makes in all its passes over these data; None: nobody knows."""
+    steps: int | None = arguments.get("steps_per_epoch")
+    at_once = arguments.get("steps_per_execution") or 1
+    # `fit` opens its own data first, then those of its validation, each of which begins anew.
+    epochs = call.epochs - call.initial_epoch if call.kind == "fit" and not call.announced else 1
+    return None if steps is None or epochs <= 0 else epochs * -(-steps // at_once) * at_once
+
+
+def _open(shard: Shard, team: Team, arguments: dict[str, Any], steps: int | None) -> Any:
     """Return this rank's adapter, before anything is agreed on."""
     if shard.fixed is not None and shard.batch == "global" and shard.size > 1:
         raise ValueError(
@@ -178,7 +187,7 @@ def _open(shard: Shard, team: Team, arguments: dict[str, Any]) -> Any:
         from keras_hpc.keras_hooks.data.arrays import ShardedArrays
 
         return ShardedArrays(shard, x, **given, **_pick(arguments, "batch_size", "steps_per_epoch"), shuffle=shuffle)
-    open_batches = _batches_of(shard, team, x, given["class_weight"], shuffle)
+    open_batches = _batches_of(shard, team, x, given["class_weight"], shuffle, steps)
     if open_batches is None:
         return None
     if not hasattr(x, "__next__") or any(value is not None for value in given.values()):  # it would read a generator
@@ -191,7 +200,9 @@ def _pick(arguments: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: arguments.get(name) for name in names}
 
 
-def _batches_of(shard: Shard, team: Team, x: Any, class_weight: Any, shuffle: bool | str) -> Callable[[], Any] | None:
+def _batches_of(
+    shard: Shard, team: Team, x: Any, class_weight: Any, shuffle: bool | str, steps: int | None
+) -> Callable[[], Any] | None:
     """Return what opens a source of ready-made batches; `None` leaves it to Keras."""
     import keras
 
@@ -213,7 +224,7 @@ def _batches_of(shard: Shard, team: Team, x: Any, class_weight: Any, shuffle: bo
     if _is_tf_dataset(x) and hasattr(x, "shard"):
         from keras_hpc.keras_hooks.data.tf_datasets import ShardedTFDataset
 
-        return lambda: ShardedTFDataset(shard, x, class_weight)
+        return lambda: ShardedTFDataset(shard, x, class_weight, steps)
     if hasattr(x, "__next__") or _is_grain(x):
         from keras_hpc.keras_hooks.data.streams import ShardedStream
 
@@ -267,4 +278,10 @@ def _warn(team: Team, adapter: Any, differ: bool) -> None:
         log.warning(
             "A tf.data.Dataset that is shared out has deterministic=False in a `map` or `batch`: each rank has an "
             "order of its own, so samples are repeated and left out. Leave the argument out."
+        )
+    if getattr(adapter, "draws_ahead", False):
+        log.warning(
+            "A tf.data.Dataset that is shared out has a `map` or `prefetch` behind `repeat` and `shuffle`. Each rank "
+            "reads ahead as far as it has time to, and may begin another order: the next validation or `fit` may then "
+            "repeat samples and leave others out. Put `repeat` last: shuffle, map, batch, repeat."
         )

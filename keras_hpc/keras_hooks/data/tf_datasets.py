@@ -25,13 +25,15 @@ class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc, valid-type]
     shuffle = False
     _dataset: Any
 
-    def __init__(self, shard: Shard, dataset: Any, class_weight: Any = None) -> None:
+    def __init__(self, shard: Shard, dataset: Any, class_weight: Any = None, steps: int | None = None) -> None:
         spec, cardinality = dataset.element_spec, int(dataset.cardinality())
         if cardinality == 0:
             raise ValueError(f"Cannot share out an empty data set. Received: {dataset}.")
         _check_batched(spec)
         self.first = FirstBatch()
-        super().__init__(part_of(self.first.noted_in(dataset), shard), class_weight=class_weight)
+        self._is_endless = steps is not None and cardinality < 0
+        read = _with_an_end(dataset, steps * shard.steps_apart) if steps is not None and cardinality < 0 else dataset
+        super().__init__(part_of(self.first.noted_in(read), shard), class_weight=class_weight)
         self._given = dataset, class_weight
         self.shard = shard
         self.step_size = shard.steps_apart
@@ -45,6 +47,7 @@ class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc, valid-type]
         self._batches = {-1: "endless", -2: "unknown number of"}.get(cardinality, str(cardinality))
         self.unseeded = shuffles_without_seed(dataset)
         self.unordered = _has_no_order(dataset)
+        self.draws_ahead = steps is not None and _draws_ahead(_without_prefetch(dataset))
         self._content = digest([np.zeros(0), *constants(dataset)])
         self.unfinished = tf_caches.unfinished(dataset)
 
@@ -77,6 +80,8 @@ class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc, valid-type]
     @property
     def num_batches(self) -> int | None:
         """Steps in a pass; None: nobody knows."""
+        if self._is_endless:
+            return None
         batches: int | None = super().num_batches if self.turns == 1 else self._steps
         return batches
 
@@ -176,6 +181,29 @@ def _without_prefetch(dataset: Any) -> Any:
     while "Prefetch" in type(dataset).__name__:
         (dataset,) = dataset._inputs()
     return dataset
+
+
+def _with_an_end(dataset: Any, batches: int) -> Any:
+    """Return a pipeline that ends where nothing more is needed of it, though it prefetches.
+
+    A `shuffle` that is repeated begins another order where it is read past its end, by chance on some ranks: the next
+    one who reads it would then get other samples on each.
+    """
+    kept = _without_prefetch(dataset)
+    bounded = kept.take(batches)
+    return bounded if kept is dataset else bounded.prefetch(1)
+
+
+def _draws_ahead(dataset: Any) -> bool:
+    """Whether what may read ahead comes behind a `repeat` of a `shuffle`."""
+    name = type(dataset).__name__
+    ahead = "Parallel" in name or "Prefetch" in name or name == "_MapDataset"
+    return (ahead and _repeats_an_order(dataset)) or any(map(_draws_ahead, dataset._inputs()))
+
+
+def _repeats_an_order(dataset: Any) -> bool:
+    repeats = "Repeat" in type(dataset).__name__ and shuffles(dataset)
+    return repeats or any(map(_repeats_an_order, dataset._inputs()))
 
 
 def without_reading_ahead(dataset: Any) -> Any:
