@@ -304,7 +304,8 @@ def check_same_samples(model: Any, batch: Any) -> None:
     # Extents tell little: a whole tensor may have as many rows as one rank's part of another tensor.
     wholes = [{one for one in of_leaf if one is not None} for of_leaf in zip(*digests, strict=False)]
     if any(theirs != rows[0] for theirs in rows) or any(len(one) > 1 for one in wholes):
-        if reason := fault_of_extents(model, batch):
+        # A list has what a pipeline begins with, and no batch.
+        if isinstance(batch, tuple) and (reason := fault_of_extents(model, batch)):
             raise ValueError(reason)
         raise ValueError(
             "The ranks of a group compute the same samples, each a part of them. Expected the same batch on all ranks "

@@ -189,9 +189,11 @@ def _with_an_end(dataset: Any, batches: int) -> Any:
     A `shuffle` that is repeated begins another order where it is read past its end, by chance on some ranks: the next
     one who reads it would then get other samples on each.
     """
+    import tensorflow as tf
+
     kept = _without_prefetch(dataset)
     bounded = kept.take(batches)
-    return bounded if kept is dataset else bounded.prefetch(1)
+    return bounded if kept is dataset else bounded.prefetch(tf.data.AUTOTUNE)
 
 
 def _draws_ahead(dataset: Any) -> bool:

@@ -48,13 +48,15 @@ def of_model(model: Any) -> list[Any]:
 
 
 def of_layers(model: Any) -> list[Any]:
-    """Return those of these metrics that the user has made: layers, or methods of the model, give numbers to them.
+    """Return those of these metrics that layers, or methods of the model, give numbers to: `compile` was given others.
 
     None of a model in parts, whose layers give numbers of each part.
     """
     if current.job().group is not None:
         return []
-    compiled = [getattr(model, "_loss_tracker", None), *getattr(getattr(model, "_compile_loss", None), "metrics", [])]
+    compiled = [getattr(model, "_loss_tracker", None)]
+    for name in ("_compile_loss", "_compile_metrics"):
+        compiled += getattr(getattr(model, name, None), "metrics", [])
     return [metric for metric in of_model(model) if not any(metric is one for one in compiled)]
 
 
