@@ -26,7 +26,7 @@ class ModelState:
         added_sums: which of the losses that its layers add are sums over samples, by their number in a step.
         takes_any_batch: whether it takes other batch sizes than its inputs say, by that size and its number of layers.
         step_was_tried: whether it is known that its own `train_step` gives gradients that ranks may average.
-        test_step_was_tried: whether it is known what its own `test_step` gives to metrics, as far as it can be.
+        metrics_were_tried: of which steps it is known what they give to metrics, as far as it can be.
         mixing_was_tried: whether it was asked if what it gives for a sample depends on other samples.
         settings_compared: whether ranks have compared what its layers were told beside weights.
         batches: how many steps `train_on_batch` has made.
@@ -51,7 +51,7 @@ class ModelState:
     added_sums: set[int] = dataclasses.field(default_factory=set)
     takes_any_batch: dict[tuple[int, int], bool] = dataclasses.field(default_factory=dict)
     step_was_tried: bool = False
-    test_step_was_tried: bool = False
+    metrics_were_tried: set[str] = dataclasses.field(default_factory=set)
     mixing_was_tried: bool = False
     settings_compared: bool = False
     batches: int = 0

@@ -91,10 +91,8 @@ def _first_step(model: Any, kind: str, function: Method) -> Method:
         if kind == "train":
             replicas.mark_statistics_local(owner)  # they are equal before
         if current.job().virtual is None:
-            if kind == "train":
-                args = test_steps.check_training(owner, own_steps.check(owner, args))
-            else:
-                args = test_steps.check(owner, args)
+            args = own_steps.check(owner, args) if kind == "train" else args
+            args = test_steps.check(owner, kind, args)
         with trace.step(f"{owner.name} {kind}", backends.current().mark):
             results = function(*args)
         logs = results[0] if keras.backend.backend() == "jax" else results

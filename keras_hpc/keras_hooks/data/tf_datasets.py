@@ -31,8 +31,9 @@ class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc, valid-type]
             raise ValueError(f"Cannot share out an empty data set. Received: {dataset}.")
         _check_batched(spec)
         self.first = FirstBatch()
-        self._is_endless = steps is not None and cardinality < 0
-        read = _with_an_end(dataset, steps * shard.steps_apart) if steps is not None and cardinality < 0 else dataset
+        may_go_on = cardinality < 0 or _repeats_an_order(dataset)
+        self._has_an_end = steps is not None and may_go_on
+        read = _with_an_end(dataset, steps * shard.steps_apart) if steps is not None and may_go_on else dataset
         super().__init__(part_of(self.first.noted_in(read), shard), class_weight=class_weight)
         self._given = dataset, class_weight
         self.shard = shard
@@ -80,9 +81,7 @@ class ShardedTFDataset(TFDatasetAdapter):  # type: ignore[misc, valid-type]
     @property
     def num_batches(self) -> int | None:
         """Steps in a pass; None: nobody knows."""
-        if self._is_endless:
-            return None
-        batches: int | None = super().num_batches if self.turns == 1 else self._steps
+        batches: int | None = super().num_batches if self.turns == 1 and not self._has_an_end else self._steps
         return batches
 
     def content(self) -> str:

@@ -17,65 +17,39 @@ from keras_hpc.keras_hooks.trials import calm, made_up, metric_kinds, own_steps,
 from keras_hpc.keras_hooks.trials.tries import Tries
 
 Method = Literal["train_step", "test_step"]
+_CALLS = {"train": "fit", "test": "evaluate"}  # in which a step is tried
 
 
-def check(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Try the test step of a model before its first one in an `evaluate`, once. Collective on its team.
+def check(model: Any, kind: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Try a step of a model before its first one in a `fit` or an `evaluate`, once. Collective on its team.
 
     Args:
         model: a model whose replicas are equal.
-        arguments: of its test function: on JAX the state, then this rank's batches.
+        kind: of the step.
+        arguments: of its train or test function: on JAX the state, then this rank's batches.
 
     Returns:
         The arguments, with nothing taken from the batches.
     """
-    call, this, state = running.call(), current.job(), current.job().known.model(model)
-    # Only where data are shared out have all ranks as many steps.
-    together = call is not None and call.kind == "evaluate" and hasattr(call.adapter, "may_be_empty")
-    if not together or state.test_step_was_tried or this.batch != "global" or this.size == 1:
+    call, this, tried = running.call(), current.job(), current.job().known.model(model).metrics_were_tried
+    # Only where data are shared out have all ranks as many steps of an `evaluate`.
+    together = (
+        call is not None
+        and call.kind == _CALLS.get(kind)
+        and (kind == "train" or hasattr(call.adapter, "may_be_empty"))
+    )
+    if not together or kind in tried or this.batch != "global" or this.size == 1:
         return arguments
-    metrics = (metric_kinds.of_layers if own_steps.has_own(model, "test_step") else metric_kinds.of_model)(model)
+    tried.add(kind)
+    method: Method = f"{kind}_step"  # type: ignore[assignment]
+    is_keras_own = own_steps.has_own(model, method)
+    if kind == "train" and not (is_keras_own and own_steps.has_keras_loss(model)):
+        return arguments  # own_steps.py has tried it
+    metrics = (metric_kinds.of_layers if is_keras_own else metric_kinds.of_model)(model)
     # Of what training has told already nothing more is asked.
     asked = [metric for metric in metrics if not metric_kinds.kinds.get(metric, metric_kinds.UNKNOWN)]
     if not asked:
         return arguments
-    state.test_step_was_tried = True
-    return ask(model, "test_step", asked, arguments)
-
-
-def check_training(model: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Do the same for layers of a model that trains as Keras does, before its first step in a `fit`, once. Collective.
-
-    Args:
-        model: a model whose replicas are equal.
-        arguments: of its train function: on JAX the state, then this rank's batches.
-
-    Returns:
-        The arguments, with nothing taken from the batches.
-    """
-    call, this, state = running.call(), current.job(), current.job().known.model(model)
-    in_fit = call is not None and call.kind == "fit"
-    if not in_fit or state.step_was_tried or this.batch != "global" or this.size == 1:
-        return arguments
-    asked = metric_kinds.of_layers(model)
-    if not asked:
-        return arguments
-    state.step_was_tried = True
-    return ask(model, "train_step", asked, arguments)
-
-
-def ask(model: Any, method: Method, asked: list[Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Try a step to learn what numbers metrics get. Collective on the model's team.
-
-    Args:
-        model: a model whose replicas are equal.
-        method: its step.
-        asked: some of `metric_kinds.of_model`, the same on all ranks.
-        arguments: of its train or test function.
-
-    Returns:
-        The arguments, with nothing taken from the batches.
-    """
     rest, batch, arguments = tries.look_at(arguments)
     found = np.array(_kinds(model, method, asked, rest, batch), np.float64)
     current.team_of(model).allreduce(found, op="max", what=f"what a {method} gives to metrics")
