@@ -28,7 +28,7 @@ RANKS = Path(__file__).parent / "ranks"
         ("raise", ["RuntimeError: boom on the last rank", "in on_train_batch_end"]),
         ("exit", []),
         pytest.param("raise-exit", [], marks=pytest.mark.soak),
-        ("exit-outside-training", []),
+        pytest.param("exit-outside-training", [], marks=pytest.mark.soak),
         pytest.param("exit-text", ["bad luck on the last rank"], marks=pytest.mark.soak),
         ("kill", []),
         ("segv", ["Segmentation fault", "on_train_batch_end"]),
@@ -68,7 +68,7 @@ def test_a_rank_that_fails_above_init_ends_the_job(run_ranks, tmp_path):
     assert "ValueError: above init" in done.output
 
 
-@pytest.mark.parametrize("how", ["in-update", "in-local-step"])
+@pytest.mark.parametrize("how", ["in-update", pytest.param("in-local-step", marks=pytest.mark.soak)])
 def test_one_rank_that_fails_in_its_update_ends_the_job(how, run_ranks):
     """Others wait for its weights: a sharded optimizer's in the same step, those of local steps at the period's end."""
     done = run_ranks(2, [RANKS / "fail_training.py", how], backend="torch", expect_failure=True)
@@ -77,8 +77,14 @@ def test_one_rank_that_fails_in_its_update_ends_the_job(how, run_ranks):
     check_end(done)
 
 
-@pytest.mark.parametrize("how", ["kill", "stop-calling"])
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize(
+    ("how", "nodes"),
+    [
+        ("kill", 1),
+        ("stop-calling", 2),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("kill", 2), ("stop-calling", 1))),
+    ],
+)
 def test_a_rank_that_fails_in_the_middle_of_a_call_ends_the_job(how, nodes, run_ranks):
     env = {"MPIR_CVAR_NUM_CLIQUES": str(nodes)}
     done = run_ranks(2, [RANKS / "fail_calls.py", how], backend="jax", env=env, expect_failure=True)
@@ -105,7 +111,8 @@ def test_a_rank_that_leaves_alone_is_named_on_other_nodes(how, why, run_ranks):
 @pytest.mark.parametrize(
     ("backend", "how", "where"),
     [
-        *(("torch", how, "forward") for how in ("kill", "raise")),
+        ("torch", "raise", "forward"),
+        pytest.param("torch", "kill", "forward", marks=pytest.mark.soak),
         ("torch", "sleep", "backward"),
         *(
             pytest.param(backend, how, where, marks=pytest.mark.soak)
@@ -187,10 +194,10 @@ def test_one_rank_ends_the_job_with_tensorflow(how, run_ranks):
     [
         (2, "no-threads", {}, ["MPI_THREAD_MULTIPLE", "mpi4py.rc"]),
         (1, "no-native", {}, ["native engine", "pip install"]),
-        (1, "moved-method", {}, ["does not fit Keras 3.", "_clip_gradients"]),
+        pytest.param(1, "moved-method", {}, ["does not fit Keras 3.", "_clip_gradients"], marks=pytest.mark.soak),
         (1, "moved-module", {}, ["does not fit Keras 3.", "EpochIterator"]),
         (2, "keras-distribution", {}, ["keras.distribution", "twice"]),
-        (1, "torch-distributed", {}, ["torch.distributed", "twice"]),
+        pytest.param(1, "torch-distributed", {}, ["torch.distributed", "twice"], marks=pytest.mark.soak),
         (2, "no-gpu", {}, ["sees 0 GPUs that its Keras backend can use", "init(device=0)"]),
         (1, "bad-backend", {"KERAS_BACKEND": "numpy"}, ["KERAS_BACKEND", "'numpy'"]),
     ],

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 import sanitizer
 from launch import ROOT, child_environment, launch
@@ -120,7 +121,7 @@ def test_a_job_that_is_suspended_for_longer_than_its_time_limit_goes_on(run_rank
 
 
 def test_ranks_without_threads_hear_of_other_nodes_by_the_watchdog():
-    command = [*SURVIVOR, sys.executable, str(SCRIPT), "without-threads"]
+    command = [*forks.python("torch"), str(SCRIPT), "without-threads"]
     env = child_environment("torch", lean=True) | {"MPIR_CVAR_NUM_CLIQUES": "2"}
     done = launch(4, command, timeout=90, env=env)
     told = dict(re.findall(r"^rank (\d): after ([\d.]+) s: .*", done.output, re.MULTILINE))

@@ -23,6 +23,8 @@ PAGES = [
 ]
 # Pages whose snippets share one job: each takes milliseconds, frameworks seconds to start.
 SITE = [str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*/*.md"))]
+# Commands of other pages than READMEs of which another test runs what they start: tests/test_elastic.py, test_run.py.
+ELSEWHERE = ["python -m keras_hpc run --elastic -n 4 train.py", "python -m keras_hpc run -n 2 train.py"]
 # A snippet that shows only what to add to a script gets the script from here.
 PREAMBLE = """
 import keras
@@ -42,7 +44,8 @@ def _blocks():
             if language == "bash":
                 # A line after the other, unless they need each other.
                 for line in [code] if "=$(" in code else code.strip().replace("\\\n", "").splitlines():
-                    yield pytest.param(page, language, line, id=f"{page}: {line[:100]}")
+                    marks = [pytest.mark.soak] if line in ELSEWHERE and page.startswith("docs/") else []
+                    yield pytest.param(page, language, line, id=f"{page}: {line[:100]}", marks=marks)
             else:
                 yield pytest.param(page, language, code, id=f"{page}: block {number}")
 

@@ -63,7 +63,7 @@ def test_every_way(path, dtype):
 def test_random_calls_on_two_teams():
     random = np.random.default_rng(7)  # the same on all ranks
     shared = [keras_hpc.empty(LARGEST, "float64", team=team) for team in (0, 1)]
-    for seed in range(60):
+    for seed in range(20):
         team = int(random.integers(2))
         dtype = str(random.choice(list(DTYPES)))
         kind, tolerance = DTYPES[dtype]

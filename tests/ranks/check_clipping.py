@@ -12,8 +12,8 @@ from regression import X, Y, dense
 import keras_hpc
 from keras_hpc.job import current
 
-RANKS = {"tensorflow": (2,), "torch": (2, 3), "jax": (2,)}
-SOAK = {"tensorflow": (2, 3), "jax": (2,)}  # most of it is compiling
+RANKS = {"tensorflow": (2,), "torch": (2,), "jax": (2,)}
+SOAK = {"tensorflow": (2, 3), "jax": (2,), "torch": (3,)}  # most of it is compiling
 BACKEND = keras.backend.backend()
 ops = keras.ops
 STEPS = 3

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 from data_cases import SAMPLES, X, Y, _job, mode, opened, rows_of_all, steps_of_all, visits_each_once
-from keras_cases import assert_like_one_rank, data, dense, everyone, job
+from keras_cases import assert_like_one_rank, data, dense, enough, everyone, job
 
 import keras_hpc
 from keras_hpc.data import files
@@ -83,6 +83,7 @@ def test_a_pass_goes_on_in_its_middle(mode, folder):
     assert [np.concatenate(step).tolist() for step in rest] == [np.concatenate(step).tolist() for step in whole[2:]]
 
 
+@pytest.mark.parametrize("mode", ["global", *enough(["local"])], indirect=True)
 def test_fit_and_evaluate_are_those_of_one_rank(mode, folder):
     def make():
         model = dense()

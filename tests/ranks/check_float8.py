@@ -41,6 +41,7 @@ def test_scales_are_those_of_one_rank(optimizer):
     assert any("outputs_grad_amax_history" in weight.name for weight in model.trainable_weights)
 
 
+@enough_on("jax")
 def test_a_layer_that_is_each_ranks_own_leaves_the_gradients_of_others_alone():
     def last():
         keras.utils.set_random_seed(5)

@@ -135,7 +135,7 @@ class GAN(keras.Model):
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="its trainer knows one optimizer")
-@pytest.mark.parametrize("optimizer", enough(["Adam", "RMSprop"], "torch"))
+@pytest.mark.parametrize("optimizer", [*enough(["Adam"], "torch"), *enough(["RMSprop"])])
 def test_a_gan_in_one_model(optimizer):
     def make():
         model = GAN()

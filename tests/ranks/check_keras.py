@@ -213,7 +213,7 @@ def test_losses_of_several_outputs(running):
 
 @sharded()
 @several_ranks
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_state_of_a_rank_without_samples_is_untouched(running):
     x, y = data(samples=49)
     seen = []

@@ -89,7 +89,7 @@ def trained(loader):
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # how Keras takes the end of any stream
-@pytest.mark.parametrize("batch", ["global", "local"])
+@pytest.mark.parametrize("batch", ["global", *enough(["local"])])
 @pytest.mark.parametrize("make", LOADERS)
 def test_like_one_rank_on_the_same_rows(make, batch):
     keras_hpc.init(batch=batch)

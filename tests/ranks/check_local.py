@@ -27,8 +27,6 @@ pytestmark = pytest.mark.usefixtures("two_teams")
         *(
             pytest.param(*case, marks=enough_on("torch"))
             for case in (
-                ({"every": 5}, {"every": 5}),
-                ({"every": 1}, {"every": 1}),
                 ({"every": 5, "average_optimizer": True}, {"every": 5, "average_optimizer": True}),
                 (
                     {"every": 1, "outer": "nesterov", "outer_rate": 0.4, "outer_momentum": 0.5},
@@ -37,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("two_teams")
                 ({"every": 5, "overlap_steps": 2}, {"every": 5, "overlap": 2}),
             )
         ),
+        *(pytest.param({"every": n}, {"every": n}, marks=enough_on()) for n in (1, 5)),
     ],
     ids=str,
 )

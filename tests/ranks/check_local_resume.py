@@ -37,7 +37,7 @@ def test_in_the_middle_of_a_period(folder, arguments, stop):
     assert_identical(model.get_weights())
 
 
-@enough_on("torch")
+@enough_on()
 def test_a_loop_of_ones_own(folder):
     results = []
     for pieces in ((9,), (5, 4)):

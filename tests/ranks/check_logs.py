@@ -81,7 +81,7 @@ def distance_from_others(y_true, y_pred):
     return ops.abs(y_pred - ops.mean(y_pred))[:, 0]
 
 
-@enough_on("torch", "tensorflow")
+@enough_on("torch")
 def test_a_metric_that_compares_the_samples_of_a_batch_is_named(caplog):
     model = dense()
     model.compile("sgd", "mse", metrics=[distance_from_others, lambda y, p: ops.abs(y - p)[:, 0], "mae"])
@@ -151,6 +151,7 @@ class OfTests(keras.callbacks.Callback):
         self.seen.append([logs["loss"], logs["mae"]])
 
 
+@enough_on("torch", "tensorflow")
 def test_a_callback_that_looks_at_logs_after_a_batch_of_tests_sees_those_of_all_ranks():
     def seen():
         keras.utils.set_random_seed(5)
@@ -214,7 +215,7 @@ class Share(keras.layers.Layer):
         return x / ops.sum(ops.abs(x), axis=-1, keepdims=True)
 
 
-@enough_on("jax", "torch")
+@enough_on("torch")
 def test_zeros_that_stand_for_no_samples_do_not_end_a_training():
     trained(33, middle=Share, callbacks=[keras.callbacks.TerminateOnNaN()])
 

@@ -147,7 +147,7 @@ class Called(keras.losses.Loss):
 
 
 @pytest.mark.parametrize("weighs", [False, *enough([True], "torch")])
-@pytest.mark.parametrize("kind", ["contrastive", *enough(["mean", "sum"], "torch")])
+@pytest.mark.parametrize("kind", [*enough(["contrastive"], "torch", "tensorflow"), *enough(["mean", "sum"], "torch")])
 def test_a_loss_with_a_call_of_its_own(kind, weighs):
     def make():
         model = dense()
@@ -357,6 +357,7 @@ def test_a_layer_that_mixes_the_samples_of_a_batch_is_named(kind, caplog):
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="has no tensors of texts")
+@enough_on()
 def test_a_model_of_texts_with_a_layer_of_ones_own_trains():
     import tensorflow as tf
 

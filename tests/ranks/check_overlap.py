@@ -20,7 +20,7 @@ BACKEND = keras.backend.backend()
 is_jax = BACKEND == "jax"
 
 
-@pytest.fixture(params=[1] if is_jax else [*enough([0], "torch"), 1], ids=lambda threads: f"{threads} threads")
+@pytest.fixture(params=[1] if is_jax else [*enough([0]), 1], ids=lambda threads: f"{threads} threads")
 def job(request):
     keras_hpc.init(threads_per_team=request.param)
     yield

@@ -201,7 +201,7 @@ def test_ranks_that_stand_in_for_a_group_compute_their_parts():
 
 @reading
 @pytest.mark.parametrize("source", ["arrays", *enough(["PyDataset", "shuffled"], "torch"), *enough(["tf.data"])])
-@pytest.mark.parametrize("part", [False, *enough([True], "torch")], ids=["whole", "part"])
+@pytest.mark.parametrize("part", [False, *enough([True])], ids=["whole", "part"])
 def test_what_ranks_read_themselves(job, source, part):
     make = {"arrays": lambda x, y: (x, y), "PyDataset": lambda x, y: (Batches(x, y),),
             "tf.data": lambda x, y: (_tensorflow_data(x, y),),

@@ -85,7 +85,7 @@ def test_statistics_of_a_single_step_are_averaged():
     assert_identical([np.array(model.layers[1].moving_mean)], "moving means")
 
 
-@enough_on("tensorflow", "torch")
+@enough_on("torch")
 def test_batch_normalization_is_averaged_at_epoch_end():
     model, watch = normalized(), Watch()
     train(model, epochs=2, callbacks=[watch], validation_data=Parts(*data()))

@@ -10,6 +10,7 @@ from keras_cases import enough, enough_on, job
 from own_step import BACKEND, OwnStep
 from regression import BATCH, X, Y, rmse
 
+RANKS = {"torch": (2,)}
 SOAK = {"tensorflow": (2,), "jax": (2,)}
 pytestmark = pytest.mark.usefixtures("global_batches")
 
@@ -153,6 +154,7 @@ def total(y, p):
         pytest.param(rmse, "not the mean of those of its halves", marks=enough_on("torch")),
     ],
 )
+@enough_on("torch")
 def test_what_a_step_draws_does_not_hide_what_its_loss_is(layer, loss, refusal, caplog):
     keras.utils.set_random_seed(5)
     model = OwnStep(loss, LAYERS[layer]())

@@ -151,7 +151,7 @@ def without_threads():
 
     keras_hpc.init(threads_per_team=0, timeout_seconds=1 if rank == 0 else 60)
     if rank > 0:
-        time.sleep(9)
+        time.sleep(7)
     begin = time.monotonic()
     try:
         keras_hpc.barrier()
@@ -183,7 +183,7 @@ elif how in ("forked", "suspended"):
     sys.exit(0)
 elif how == "without-threads":
     without_threads()
-    time.sleep(12)  # until the others have said theirs, too
+    time.sleep(9)  # until the others have said theirs, too
 else:
     apart()
 sys.stdout.flush()
