@@ -229,7 +229,7 @@ def is_traced(x: Any) -> bool:
 
 def view(x: Any) -> np.ndarray:
     """Return the value of a tensor or variable, to be read at once."""
-    value = torch.as_tensor(getattr(x, "value", x)).detach().cpu()
+    value = torch.as_tensor(getattr(x, "value", x)).detach().to_dense().cpu()
     if value.dtype == torch.bfloat16:
         words: np.ndarray = value.contiguous().view(torch.int16).numpy()
         return words.view(ml_dtypes.bfloat16)

@@ -109,3 +109,39 @@ def test_like_one_rank_on_the_same_rows(make, batch):
     assert_close(weights, expected, 1e-5)
     for name, numbers in logs.items():
         np.testing.assert_allclose(history[name], numbers, rtol=1e-5, err_msg=name)
+
+
+def weighed(samples):
+    """A collate function that shares out a weight of 1 among the samples that it gets."""
+    return (*data.default_collate(samples), torch.full((len(samples),), 1 / len(samples)))
+
+
+def turned(samples):
+    """One that puts samples into an order of its own, as for packed sequences."""
+    return data.default_collate(samples[::-1])
+
+
+def noisy(samples):
+    x, y = data.default_collate(samples)
+    return x + torch.randn_like(x), y
+
+
+def padded(samples):
+    """To the longest: `exactness.md` says what that means."""
+    rows = [torch.ones(int(number) % 3 + 1) for number, _ in enumerate(samples)]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.ones(len(samples), 1)
+
+
+@pytest.mark.parametrize("collate", [weighed, turned, noisy, padded])
+def test_what_a_collate_function_makes_of_all_samples_is_named(collate, caplog):
+    caplog.set_level("WARNING", logger="keras_hpc")
+    keras_hpc.init(batch="global")
+    try:
+        loader = data.DataLoader(Items(list(zip(X[:4], Y[:4], strict=True))), batch_size=2, collate_fn=collate)
+        model = keras.Sequential([keras.layers.Lambda(lambda x: x[:, :1]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(loader, verbose=0)
+        named = any("collate_fn" in record.getMessage() for record in caplog.records)
+        assert named == (collate is weighed and keras_hpc.rank() == 0)
+    finally:
+        keras_hpc.finalize()

@@ -210,6 +210,29 @@ def test_targets_among_the_inputs(named):
     compare(make, x={"x": X, "y": Y} if named else [X, Y], y=None)
 
 
+class Restoring(keras.Model):
+    """Without targets: what `call` compares with its own input is no array of NumPy."""
+
+    def __init__(self):
+        super().__init__()
+        self.restored = keras.layers.Dense(4)
+
+    def call(self, x):
+        restored = self.restored(x)
+        self.add_loss(ops.mean(ops.square(restored - x)))
+        return restored
+
+
+@enough_on("torch")
+def test_a_model_that_compares_its_output_with_its_input():
+    def make():
+        model = Restoring()
+        model.compile(keras.optimizers.SGD(0.05))
+        return model
+
+    compare(make, y=None)
+
+
 @enough_on("tensorflow", "torch")
 def test_a_loss_that_is_neither_is_refused():
     model = dense(Adds(lambda x: ops.logsumexp(x)))

@@ -75,6 +75,27 @@ def test_optimizers_of_pytorch(kind):
     assert_close(together, alone, 3e-6)
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="optimizers of PyTorch")
+def test_sparse_gradients_of_pytorch():
+    import torch
+
+    def train(rows):
+        torch.manual_seed(3)
+        words = torch.nn.Embedding(9, 2, sparse=True)
+        optimizer = torch.optim.SparseAdam(words.parameters(), lr=0.01)
+        for _ in range(3):  # rank 0 has other words than rank 1, and neither has all
+            optimizer.zero_grad()
+            torch.square(words(torch.as_tensor(rows)) - 1).mean().backward()
+            optimizer.step()
+        return [words.weight.detach().numpy()]
+
+    whole = np.int64([0, 1, 2, 1, 4, 4, 0, 7][: 8 - 8 % job().size])
+    alone = on_one_rank(lambda: train(whole))
+    together = train(keras_hpc.shard(whole))
+    assert_identical(together)
+    assert_close(together, alone, 3e-6)
+
+
 @enough_on("torch")
 def test_parts_of_a_loops_data_are_equally_long_and_different():
     whole = np.arange(11)

@@ -285,3 +285,9 @@ def _warn(team: Team, adapter: Any, differ: bool) -> None:
             "reads ahead as far as it has time to, and may begin another order: the next validation or `fit` may then "
             "repeat samples and leave others out. Put `repeat` last: shuffle, map, batch, repeat."
         )
+    if getattr(adapter, "collates_together", bool)():
+        log.warning(
+            "The collate_fn of a DataLoader gives a sample other numbers when it gets other samples with it. With "
+            'init(batch="global") it gets a rank\'s part of each batch, and so gives other numbers than on one rank. '
+            'Let it make each row of its own sample only, or use batch="local".'
+        )

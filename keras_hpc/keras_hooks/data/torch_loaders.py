@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import keras
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
 from keras_hpc.keras_hooks import keras_private
 from keras_hpc.keras_hooks.data import rows
@@ -77,10 +80,39 @@ class ShardedDataLoader(TorchDataLoaderAdapter):  # type: ignore[misc, valid-typ
         except (IndexError, KeyError, TypeError):  # the user's sampler knows other keys
             return ""
 
+    def collates_together(self) -> bool:
+        """Return whether the user's `collate_fn` makes other numbers of two samples than of each alone.
+
+        Those that draw random numbers are not asked. Nor are numbers that come in other shapes, as padded ones.
+        """
+        loader = self._dataloader.loader
+        streams = loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset)
+        if self.shard.batch == "local" or self.shard.size == 1 or streams or loader.collate_fn is default_collate:
+            return False
+        try:
+            with seeds.kept():
+                samples = [loader.dataset[0], loader.dataset[1]]
+            with seeds.kept() as have_moved:
+                together, one, other = (
+                    [np.asarray(leaf) for leaf in keras.tree.flatten(loader.collate_fn(copy.deepcopy(given)))]
+                    for given in (samples, samples[:1], samples[1:])
+                )
+                return not have_moved() and not all(map(_are_rows_of, together, one, other))
+        except Exception:  # noqa: BLE001  they may have other keys, or functions that take no single sample
+            return False
+
     def on_epoch_end(self) -> None:
         """Keras calls it."""
         super().on_epoch_end()
         self.passes.end()
+
+
+def _are_rows_of(together: Any, one: Any, other: Any) -> bool:
+    """Whether an array has the rows of two others, in any order, or is none that can be compared."""
+    if together.ndim == 0 or together.dtype.kind not in "biuf" or one.shape[1:] != other.shape[1:]:
+        return True
+    both = np.concatenate([one, other]), np.concatenate([other, one])
+    return together.shape != both[0].shape or any(np.allclose(together, rows, equal_nan=True) for rows in both)
 
 
 def reads_its_own_part(loader: DataLoader[Any]) -> bool:

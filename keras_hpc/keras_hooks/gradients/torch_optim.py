@@ -87,6 +87,8 @@ def average(own: Any, parameters: Sequence[Any], count: Any) -> None:
             continue
         if parameter.grad is None:
             parameter.grad = mean.clone()  # it lies in the engine's memory until the next step
+        elif parameter.grad.is_sparse:  # of the rows that any rank has: SparseAdam takes no other kind
+            parameter.grad = mean.to_sparse(parameter.grad.sparse_dim())
         else:
             parameter.grad.copy_(mean)
 
