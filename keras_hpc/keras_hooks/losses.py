@@ -258,7 +258,8 @@ def _added(model: Any, x: Any) -> list[Any]:
     """Return what the layers of a model give to `add_loss` for a batch in training."""
     options = {"training": True} if "training" in inspect.signature(model.call).parameters else {}
     values = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
-    given = keras.tree.map_structure(keras.ops.convert_to_tensor, x)  # what a step gives: `outputs - x` needs it
+    # Tensors, as a step gives: `outputs - x` needs it.
+    given = keras.tree.map_structure(lambda a: keras.ops.convert_to_tensor(a) if isinstance(a, np.ndarray) else a, x)
     with current.unhooked():
         *_, losses = model.stateless_call(*values, given, return_losses=True, **options)
     return list(losses)

@@ -154,7 +154,6 @@ def total(y, p):
         pytest.param(rmse, "not the mean of those of its halves", marks=enough_on("torch")),
     ],
 )
-@enough_on("torch")
 def test_what_a_step_draws_does_not_hide_what_its_loss_is(layer, loss, refusal, caplog):
     keras.utils.set_random_seed(5)
     model = OwnStep(loss, LAYERS[layer]())

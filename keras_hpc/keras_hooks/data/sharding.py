@@ -261,6 +261,8 @@ def _raise_if_different(everyone: Sequence[dict[str, Any]]) -> None:
 
 def _warn(team: Team, adapter: Any, differ: bool) -> None:
     """Says on the team's first rank what looks wrong but may be meant."""
+    # On all ranks: what a user's function counts or draws by itself stays alike on them.
+    collates_together = getattr(adapter, "collates_together", bool)()
     if team.rank > 0:
         return
     if differ:
@@ -285,7 +287,7 @@ def _warn(team: Team, adapter: Any, differ: bool) -> None:
             "reads ahead as far as it has time to, and may begin another order: the next validation or `fit` may then "
             "repeat samples and leave others out. Put `repeat` last: shuffle, map, batch, repeat."
         )
-    if getattr(adapter, "collates_together", bool)():
+    if collates_together:
         log.warning(
             "The collate_fn of a DataLoader gives a sample other numbers when it gets other samples with it. With "
             'init(batch="global") it gets a rank\'s part of each batch, and so gives other numbers than on one rank. '

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
+from keras_hpc.job import current
 from keras_hpc.keras_hooks import keras_private
 from keras_hpc.keras_hooks.data import rows
 from keras_hpc.keras_hooks.data.arrays import digest
@@ -90,9 +91,9 @@ class ShardedDataLoader(TorchDataLoaderAdapter):  # type: ignore[misc, valid-typ
         if self.shard.batch == "local" or self.shard.size == 1 or streams or loader.collate_fn is default_collate:
             return False
         try:
-            with seeds.kept():
+            with seeds.kept(), current.alone():
                 samples = [loader.dataset[0], loader.dataset[1]]
-            with seeds.kept() as have_moved:
+            with seeds.kept() as have_moved, current.alone():
                 together, one, other = (
                     [np.asarray(leaf) for leaf in keras.tree.flatten(loader.collate_fn(copy.deepcopy(given)))]
                     for given in (samples, samples[:1], samples[1:])
