@@ -64,7 +64,10 @@ void Failure::tell(int messenger, int culprit) const {
 }
 
 void Failure::leave() {
-  write(Fate::left, topology_.rank);
+  {
+    const std::lock_guard lock(mutex_);
+    write(Fate::left, topology_.rank);
+  }
   ring();
   if (news_) news_->leave();
 }
@@ -76,6 +79,7 @@ void Failure::close() {
       error_ =
           std::make_exception_ptr(Error("This team is closed: keras_hpc.finalize() was called, or the team was "
                                         "closed or freed, while another thread still used it."));
+    write(Fate::left, topology_.rank);  // first the node, as above
     set_.store(true, std::memory_order_release);
   }
   leave();
@@ -151,7 +155,7 @@ void Failure::throw_if_neighbour_failed() const {
   // What was read before comes before the looks at the bells.
   std::atomic_thread_fence(std::memory_order_acquire);
   for (int r = 0; r < topology_.local_size(); ++r) {
-    if (r == topology_.local_rank || bells_[r].fate.load(std::memory_order_acquire) != Fate::failed) continue;
+    if (r == topology_.local_rank || bells_[r].fate.load(std::memory_order_acquire) == Fate::present) continue;
     int culprit = -1;
     const std::string text = blame(topology_.local_ranks()[at(r)], culprit);
     throw Error("Rank " + std::to_string(topology_.rank) + " cannot go on: " + text, culprit);

@@ -50,8 +50,9 @@ class Failure {
   void throw_if_set() const {
     if (is_set()) rethrow();
   }
-  // Throws if another rank of the node has failed. What was read before from memory of other ranks' callers is to be
-  // trusted only if it does not: they write there again once they have got an error.
+  // Throws if another rank of the node has failed, or has left: whoever still needs something of this one then has had
+  // its team closed. What was read before from memory of other ranks' callers is to be trusted only if it does not:
+  // they write there again once they have got an error.
   void throw_if_neighbour_failed() const;
 
  private:
