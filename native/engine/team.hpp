@@ -141,7 +141,10 @@ class Team {
   // A communication channel and the thread, if any, that serves it.
   struct Lane {
     std::unique_ptr<Channel> channel;
-    std::mutex mutex;                 // held by whoever makes progress on this lane
+    std::mutex mutex;  // held by whoever makes progress on this lane
+    // An error has left something half done, such as a message that MPI now says has come. The error becomes the team's
+    // a second later, perhaps (Failure::explained): until then nobody goes on here. For who holds the lane.
+    bool is_broken = false;
     std::atomic<bool> wanted{false};  // somebody else has asked for progress meanwhile
     std::thread thread;
     ActivePlans plans;
