@@ -343,15 +343,18 @@ void Exchanges::wait(int exchange, bool adjoint, void* result) {
   };
   const auto begin = Clock::now();
   const Waiting waiting(*this, operation);
-  if (!wait_watched(team_, team_.exchangers[topology_.local_rank], ready, waiting) && !operation.is_done()) {
-    const std::vector<int> missing = operation.missing();
+  int idle = -1;
+  if (!wait_watched(team_, team_.exchangers[topology_.local_rank], ready, waiting, &idle) && !operation.is_done()) {
+    std::vector<int> missing = operation.missing(), late = team_.failure->outside_mpi(missing);
+    if (late.empty() && idle >= 0) late = {idle};
+    if (!late.empty()) missing = late;
     std::string ranks;
     for (const int rank : missing) ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
     throw Timeout("Waited " + std::to_string(static_cast<int>(team_.timeout_seconds)) + " s in " +
                       name_of(static_cast<uint32_t>(exchange), adjoint) + " (team " + std::to_string(team_.number) +
                       ", rank " + std::to_string(topology_.rank) + "), from rank " + ranks +
                       ". Do all ranks run the same steps?",
-                  missing.empty() ? -1 : missing[0]);
+                  late.empty() ? -1 : late[0]);
   }
   if (trace::enabled) trace::record(operation.spec.name, adjoint ? "rows backward" : "rows", team_.number, begin);
   finish(operation);

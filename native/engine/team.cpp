@@ -40,8 +40,7 @@ Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& 
   context_.failure = &*failure_;
   context_.asynchronous_waits = &asynchronous_waits_;
   // Whoever fails here has not done what the others have, on channels of all.
-  transport_->set_waiting(
-      [this](const auto& ready) { guarded([&] { wait_for_collective(ready, "the making of shared memory"); }); });
+  transport_->set_waiting([this](const auto& ready) { wait_for_memory(ready); });
   auto* seats = reinterpret_cast<Seat*>(bells + kinds * local);
   seats[topology().local_rank] = Seat::mine();
   barrier();

@@ -188,7 +188,10 @@ class Team {
   auto sharing(F&& f) -> decltype(f());
   template <class F>
   void in_turn(F&& collective);
-  void wait_for_collective(const std::function<bool()>& ready, const char* what);
+  template <class F>
+  void in_mpi(F&& f);
+  void wait_for_memory(const std::function<bool()>& ready);
+  void wait_for_collective(const std::function<bool()>& ready, const char* what, uint64_t number);
   void meet(const std::string& text, const std::string& label);
   [[noreturn]] void explain(const std::string& text, const PlanMismatch& disagreement);
   Timeout late(const Plan& plan, int tensor, int idle) const;
