@@ -36,6 +36,11 @@ def build_nccl(folder: Path) -> Path:
     return _compile(["fake_nccl"], folder / "libnccl.so.2", "-Wl,-soname,libnccl.so.2", "-lrt")
 
 
+def build_mpi(folder: Path) -> Path:
+    """Compile an MPI library into a folder, whose calls can fail."""
+    return _compile(["fake_mpi"], folder / "libfake_mpi.so")
+
+
 @functools.cache
 def nccl() -> ctypes.CDLL:
     """Load it into this process: the engine, which asks for a library of that name, then gets this one."""

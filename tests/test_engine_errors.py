@@ -1,11 +1,13 @@
 """The engine with ranks as threads: what ranks are told that disagree, come late, leave or misuse it."""
 
+import re
 import threading
 import time
 
 import numpy as np
 import pytest
-from in_process import SOON, as_bytes, caught, run
+from in_process import SOON, as_bytes, caught, run, run_with_limits
+from test_engine_failures import script
 
 from keras_hpc import _native
 
@@ -169,3 +171,110 @@ def test_ranks_in_different_calls_are_told_and_go_on(nodes):
         assert np.all(x == 1)
 
     run(nodes, work, timeout=30)
+
+
+def test_who_does_not_come_to_a_call_of_mpi_is_named():
+    """MPI says of no rank for whom it waits. Ranks of a node count in shared memory how often they have come."""
+    everyone = threading.Barrier(3)
+
+    def work(team, rank):
+        x = np.zeros(10, np.uint8)
+        if rank < 2:
+            text, _ = caught(lambda: team.broadcast(x, 2))
+            assert "not every rank arrived. Missing: rank 2." in text
+        everyone.wait(30)
+
+    run_with_limits([0, 0, 0], work, 0, lambda rank: 0.5)
+
+
+@pytest.mark.parametrize("what", ["barrier", "plan"])
+def test_a_rank_that_waits_in_the_call_before_is_not_named(what):
+    """Rank 1 needs nothing of rank 2 in the first call, and then meets nobody, as rank 0 does."""
+    everyone = threading.Barrier(3)
+
+    def work(team, rank):
+        plan = team.plan("p", [("a", "float32", 10)], "sum", False)
+        x = np.zeros(10, np.float32)
+        everyone.wait(30)
+        if rank < 2:
+            received = [0, 0, 0 if rank else 40]
+            if rank == 0:
+                text, _ = caught(lambda: team.alltoall(x[:0].view(np.uint8), [0] * 3, as_bytes(x), received))
+                assert "rank 1 has given up waiting for rank 2" in text
+            else:
+                team.alltoall(x[:0].view(np.uint8), [0] * 3, x[:0].view(np.uint8), received)
+                time.sleep(0.1)
+                calls = {"barrier": team.barrier, "plan": lambda: (plan.start(0, as_bytes(x)), plan.wait(0))}
+                text, _ = caught(calls[what])
+                assert re.findall(r"(?:for|sees:) rank ([\d, ]+)", text) == ["2"], text
+        everyone.wait(30)
+
+    run_with_limits([0, 0, 0], work, 0, lambda rank: 0.5 if rank == 1 else 40.0)
+
+
+def test_a_neighbour_that_does_not_wait_is_named():
+    """It has started its tensor, and then does something else: to rank 0 it may wait for the other node."""
+    everyone = threading.Barrier(4)
+
+    def work(team, rank):
+        plan = team.plan("p", [("a", "float32", 100_000)], "sum", False)
+        x = np.ones(100_000, np.float32)
+        everyone.wait(30)
+        if rank != 1:
+            time.sleep(0.1)
+        plan.start(0, as_bytes(x))
+        if rank == 0:
+            assert "Missing, as far as this rank sees: rank 1." in caught(lambda: plan.wait(0))[0]
+        elif rank > 1:
+            assert "rank 1" in caught(lambda: plan.wait(0))[0]
+        everyone.wait(30)
+
+    run_with_limits([0, 0, 1, 1], work, 0, lambda rank: 2.5 if rank == 0 else 40.0)
+
+
+def test_the_rank_whose_message_is_awaited_is_named():
+    """Each node has one rank, so nobody else knows."""
+    everyone = threading.Barrier(3)
+
+    def work(team, rank):
+        plan = team.plan("p", [("a", "float32", 100_000)], "sum", False)
+        x = np.ones(100_000, np.float32)
+        if rank < 2:
+            plan.start(0, as_bytes(x))
+            assert "Missing, as far as this rank sees: rank 2." in caught(lambda: plan.wait(0))[0]
+        everyone.wait(30)
+
+    run_with_limits([0, 1, 2], work, 0, lambda rank: 0.5)
+
+
+def test_who_leaves_after_its_part_of_an_exchange_is_no_error():
+    """In a handler of a signal: after rank 0 has looked for its rows, and before it looks who is still there."""
+    script("""
+        transports = _native.in_process_transports([0, 0])
+        arguments = [("x", "", 2, (0, 2), (0, 0), 0.0, [(1 - r, 0, 2)], [(1 - r, 2)], r, 1, (0, 0)) for r in range(2)]
+        teams, exchanges = {}, {}
+
+        def make(rank):
+            teams[rank] = _native.Team(transports[rank], 0, 0, 20.0, 20.0)
+            exchanges[rank] = _native.make_exchange(teams[rank], *arguments[rank])
+
+        def run(rank):
+            out = np.empty(4, np.float32)
+            x = np.full(2, rank + 1, np.float32)
+            exchanges[rank].run(x.view(np.uint8), out.view(np.uint8), 1, 1, "float32", False)
+            assert np.all(out == [1, 1, 2, 2]), out
+            teams[rank].leave()
+
+        def come(*_):
+            other = threading.Thread(target=run, args=(1,))
+            other.start()
+            other.join()
+
+        other = threading.Thread(target=make, args=(1,))
+        other.start()
+        make(0)
+        other.join()
+        signal.signal(signal.SIGALRM, come)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        run(0)
+    """)

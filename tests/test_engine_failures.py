@@ -70,6 +70,37 @@ def test_a_sum_of_what_a_rank_has_taken_back_is_an_error(nodes):
     run_with_limits(nodes, work, 0, lambda rank: 0.3 if rank == 0 else 1.0)
 
 
+@pytest.mark.parametrize("what", ["call", "plan"])
+def test_a_sum_of_what_a_closed_team_has_given_back_is_an_error(what):
+    """A rank that is to add up nothing itself, so nobody waits for its part, is closed by another thread of it."""
+    given_back, everyone = threading.Event(), threading.Barrier(3)
+
+    def work(team, rank):
+        plan = team.plan("p", [("a", "float32", 100_000)], "sum", False, "", True)
+        x = (team.empty(400_000) if what == "call" else plan.memory(0)).view(np.float32)
+        x[:] = 1
+        everyone.wait(30)
+
+        def reduce():
+            if what == "call":
+                team.allreduce(as_bytes(x), "float32", "sum", "push")
+            else:
+                plan.start(0, as_bytes(x))
+                plan.wait(0)
+
+        if rank == 1:
+            threading.Timer(0.2, team.close).start()
+            assert "team is closed" in caught(reduce)[0]
+            x[:] = -1000
+            given_back.set()
+        else:
+            assert given_back.wait(30)
+            assert "rank 1" in caught(reduce)[0]
+        everyone.wait(30)
+
+    run_with_limits([0, 0, 1], work, 0, lambda rank: 5.0)
+
+
 @pytest.mark.parametrize("call", ["allreduce", "barrier", "broadcast", "plan", "async plan"])
 def test_an_error_of_a_rank_is_soon_known_to_the_others_of_its_node(call):
     failed, everyone = threading.Event(), threading.Barrier(2)

@@ -110,6 +110,16 @@ def test_a_rank_that_is_late_is_known_on_other_nodes(what, threads, victim):
         assert "given up waiting for this rank" in told[str(victim)], done.output
 
 
+def test_a_rank_that_is_stopped_in_a_call_of_mpi_is_named():
+    """MPI does not say for whom it waits: who waits gives beats."""
+    done = launch(3, [sys.executable, str(SCRIPT), "stopped"], timeout=60, env=child_environment("jax", lean=True))
+    told = dict(re.findall(r"^rank (\d): was told: (.*)", done.output, re.MULTILINE))
+    assert sorted(told) == ["0", "1", "2"], done.output
+    assert "rank 2" in told["0"], done.output
+    assert "rank 2" in told["1"], done.output
+    assert "given up waiting for this rank" in told["2"], done.output
+
+
 def test_a_forked_child_that_ends_does_no_harm(run_ranks):
     done = run_ranks(2, [SCRIPT, "forked"], backend="jax")
     assert done.output.count("went on") == 2, done.output

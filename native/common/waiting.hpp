@@ -60,6 +60,9 @@ struct alignas(128) Bell {
   std::atomic<int32_t> culprit;
   // Rises about once a second while this rank waits in the engine, or a thread of the engine works for it.
   std::atomic<uint32_t> beats;
+  // Of the calls in which MPI lets ranks wait for each other, and does not say for whom: how many this rank has begun,
+  // and how many are over here. Equally many on all ranks in the end.
+  std::atomic<uint64_t> begun, over;
   ProcessId process;  // written before the team's first barrier
 
   void ring();

@@ -2,12 +2,12 @@
 #include "engine/c_api.hpp"
 
 #include <algorithm>
+#include <atomic>
+#include <cmath>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <numeric>
 #include <optional>
 #include <set>
 #include <string>
@@ -34,6 +34,24 @@ bool has_bytes(const registry::PlanEntry& entry, int tensor) {
   return entry.plan->layout().range(tensor).size() > 0;
 }
 
+// Of elements and bytes; so no product of their number and a size is too large for 64 bits.
+constexpr int64_t kMost = int64_t{1} << 48;
+
+bool is_size(int64_t number) {
+  return number >= 0 && number < kMost;
+}
+
+// Throws Error unless it is a size, and so are the factors.
+int64_t product(const std::vector<int64_t>& factors) {
+  int64_t product = 1;
+  for (const int64_t factor : factors) {
+    expect(is_size(factor), "lengths >= 0, and not too large");
+    expect(product == 0 || factor < kMost / product, "an array that is not too large");
+    product *= factor;
+  }
+  return product;
+}
+
 // Teams and arrays that C made, and so owns. Never destroyed: the process may end before it gives them back.
 struct Owned {
   std::mutex mutex;
@@ -53,7 +71,7 @@ int khpc_start(int plan, int tensor, void* data, double weight) {
       [&]() -> int {
         const auto entry = find(plan, tensor);
         expect(data != nullptr || !has_bytes(entry, tensor), "the address of a tensor, not a null pointer");
-        expect(weight >= 0, "a weight >= 0");
+        expect(std::isfinite(weight) && weight >= 0, "a weight >= 0");
         if (entry.pipeline != nullptr)
           entry.pipeline->start(tensor, data, weight);
         else if (entry.local != nullptr)
@@ -128,9 +146,8 @@ int khpc_exchange_start(int exchange, int adjoint, const void* data, int64_t out
   return guarded(
       [&]() -> int {
         const auto entry = registry::exchange(exchange);
-        expect(outer >= 0 && inner >= 0, "numbers of elements >= 0");
         const ExchangeSpec& spec = entry.team->exchange(entry.number);
-        const bool empty = outer * inner * (adjoint != 0 ? spec.rows() : spec.extent) == 0;
+        const bool empty = product({outer, inner, adjoint != 0 ? spec.rows() : spec.extent}) == 0;
         expect(data != nullptr || empty, "the address of a tensor, not a null pointer");
         entry.team->start_exchange(entry.number, {outer, inner, parse_dtype(text(dtype, "dtype")), adjoint != 0}, data);
         return KHPC_OK;
@@ -209,7 +226,7 @@ int khpc_allgatherv(int team, const void* in, int64_t nbytes, void* out, const i
         const std::vector<int64_t> given(nbytes_by_rank, nbytes_by_rank + t->topology().size);
         int64_t total = 0;
         for (const int64_t count : given) {
-          expect(count >= 0, "numbers of bytes >= 0");
+          expect(is_size(count), "numbers of bytes >= 0");
           total += count;
         }
         expect(given[static_cast<size_t>(t->topology().rank)] == nbytes, "nbytes to be this rank's of nbytes_by_rank");
@@ -226,8 +243,7 @@ int khpc_allreduce_tensor(int team, void* data, const int64_t* shape, int rank, 
       [&]() -> int {
         expect(rank >= 0 && (shape != nullptr || rank == 0), "a shape");
         const std::vector<int64_t> lengths(shape, shape + rank);
-        for (const int64_t length : lengths) expect(length >= 0, "lengths >= 0");
-        const int64_t count = std::accumulate(lengths.begin(), lengths.end(), int64_t{1}, std::multiplies<>());
+        const int64_t count = product(lengths);
         expect(data != nullptr || count == 0, "the address of an array, not a null pointer");
         registry::team(team)->allreduce(data, count, parse_dtype(text(dtype, "dtype")), parse_op(text(op, "op")),
                                         std::nullopt, std::nullopt, text(what, "what"), lengths);
@@ -260,11 +276,12 @@ int khpc_team_create(const khpc_mpi* mpi, int threads, double timeout_seconds) {
         auto communicator = mpi::connect("", mpi->handle_size, mpi->comm, constants);
         const std::vector<int> nodes =
             nodes_that_share_memory(*communicator, {mpi->node_of_rank, mpi->node_of_rank + mpi->size});
-        auto transport = make_mpi_transport(std::move(communicator), nodes);
-        const std::lock_guard lock(owned.mutex);
-        const auto team = std::make_shared<Team>(std::move(transport), static_cast<int>(owned.teams.size()),
+        static std::atomic<int> number{0};
+        // Not under the lock: another thread may make one, of other ranks, at the same time.
+        const auto team = std::make_shared<Team>(make_mpi_transport(std::move(communicator), nodes), number++,
                                                  TeamOptions{threads, timeout_seconds, timeout_seconds, std::nullopt});
         const int id = registry::add(team);
+        const std::lock_guard lock(owned.mutex);
         owned.teams.insert(id);
         return id;
       },
@@ -289,7 +306,7 @@ int khpc_team_free(int team) {
 int khpc_allreduce(int team, void* data, int64_t count, const char* dtype, const char* op) {
   return guarded(
       [&]() -> int {
-        expect(count >= 0 && (data != nullptr || count == 0), "an array of >= 0 elements");
+        expect(is_size(count) && (data != nullptr || count == 0), "an array of >= 0 elements");
         registry::team(team)->allreduce(data, count, parse_dtype(text(dtype, "dtype")), parse_op(text(op, "op")));
         return KHPC_OK;
       },
@@ -300,7 +317,9 @@ void* khpc_empty(int team, int64_t nbytes) {
   return guarded(
       [&]() -> void* {
         const auto t = registry::team(team);
-        expect(nbytes >= 0, "a number of bytes >= 0");
+        expect(is_size(nbytes), "a number of bytes >= 0");
+        // Where a rank's array begins depends on it.
+        t->agree("khpc_empty", {std::to_string(nbytes) + " bytes"});
         auto area = t->make_area(static_cast<size_t>(nbytes));
         void* data = area->of(t->topology().local_rank);
         const std::lock_guard lock(owned.mutex);
@@ -327,7 +346,7 @@ int khpc_plan_create(int team, const char* name, int count, const char* const* t
         expect(count > 0 && tensors != nullptr && dtypes != nullptr && elements != nullptr, "one tensor or more");
         std::vector<TensorSpec> specs;
         for (int i = 0; i < count; ++i) {
-          expect(elements[i] >= 0 && elements[i] < int64_t{1} << 48, "numbers of elements >= 0");
+          expect(is_size(elements[i]), "numbers of elements >= 0");
           specs.push_back({text(tensors[i], "a tensor's name"), parse_dtype(text(dtypes[i], "a dtype")), elements[i]});
         }
         const auto t = registry::team(team);

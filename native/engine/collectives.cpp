@@ -48,26 +48,53 @@ std::string text_of(const std::vector<int64_t>& shape) {
 
 }  // namespace
 
+// In a call of MPI: `number` is that of failure.hpp.
 class Team::CollectiveWait final : public Awaited {
  public:
-  CollectiveWait(const Team& team, const char* what) : team_(team), what_(what) {}
+  CollectiveWait(const Team& team, const char* what, uint64_t number) : team_(team), what_(what), number_(number) {}
   std::string name() const override {
     return std::string("Waited for the other ranks in ") + what_ + " (team " + std::to_string(team_.number()) +
            ", rank " + std::to_string(team_.topology().rank) + ")";
   }
-  std::vector<int> missing() const override { return {}; }
+  std::vector<int> missing() const override { return team_.failure_->not_in_mpi(number_); }
+  bool needs(int rank) const override { return is_in(rank, missing()) || is_in(rank, suspects()); }
+  std::vector<int> suspects() const override { return team_.failure_->still_in_mpi(number_); }
   bool is_outside() const override { return true; }
-  Stall stall() const override { return {"collective", team_.activity_.collectives, what_, -1, nullptr}; }
+  Stall stall() const override {
+    return {"collective", team_.activity_.collectives, what_, -1,
+            [&failure = *team_.failure_, number = number_] { return failure.not_in_mpi(number); }};
+  }
 
  private:
+  static bool is_in(int rank, const std::vector<int>& ranks) {
+    return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+  }
+
   const Team& team_;
   const char* what_;
+  const uint64_t number_;
 };
 
-void Team::wait_for_collective(const std::function<bool()>& ready, const char* what) {
-  if (wait_watched(context_, context_.my_bell(), ready, CollectiveWait(*this, what))) return;
+void Team::wait_for_collective(const std::function<bool()>& ready, const char* what, uint64_t number) {
+  const CollectiveWait wait(*this, what, number);
+  int silent = -1;
+  if (wait_watched(context_, context_.my_bell(), ready, wait, &silent)) return;
+  const std::vector<int> missing = wait.missing();
+  const int culprit = silent >= 0 || missing.empty() ? silent : missing[0];
   throw Timeout("Waited " + std::to_string(static_cast<int>(options_.timeout_seconds)) + " s for the other ranks in " +
-                what + ": not every rank arrived.");
+                    what + ": not every rank arrived" +
+                    (!missing.empty() ? ". Missing: rank " + joined(missing)
+                     : silent >= 0    ? ". It seems that rank " + std::to_string(silent) + " was stopped"
+                                      : "") +
+                    ".",
+                culprit);
+}
+
+// All waits of `f` are in one call of MPI, of which it gets the number. Who fails in it stays there.
+template <class F>
+void Team::in_mpi(F&& f) {
+  f(failure_->enter_mpi());
+  failure_->leave_mpi();
 }
 
 // One after the other. Each is known to the watchdog by its number.
@@ -76,14 +103,18 @@ void Team::in_turn(F&& collective) {
   const std::lock_guard lock(control_mutex_);
   throw_if_failed();
   ++activity_.collectives;
-  guarded(collective);
+  guarded([&] { in_mpi(collective); });
+}
+
+void Team::wait_for_memory(const std::function<bool()>& ready) {
+  guarded([&] { in_mpi([&](uint64_t call) { wait_for_collective(ready, "the making of shared memory", call); }); });
 }
 
 void Team::broadcast(void* data, size_t nbytes, int root) {
   if (root < 0 || root >= topology().size)
     throw Error("Expected a root from 0 to " + std::to_string(topology().size - 1) +
                 ". Received: " + std::to_string(root));
-  in_turn([&] {
+  in_turn([&](uint64_t call) {
     auto* bytes = static_cast<std::byte*>(data);
     const auto message = message_memory(std::min(nbytes, kRoundBytes));
     for (size_t begin = 0; begin < nbytes; begin += kRoundBytes) {
@@ -91,14 +122,14 @@ void Team::broadcast(void* data, size_t nbytes, int root) {
       Pending pending(message);
       if (topology().rank == root) std::memcpy(message.get(), bytes + begin, n);
       pending.add(control_->broadcast(message.get(), n, root));
-      wait_for_collective([&] { return pending.test(); }, "broadcast");
+      wait_for_collective([&] { return pending.test(); }, "broadcast", call);
       if (topology().rank != root) std::memcpy(bytes + begin, message.get(), n);
     }
   });
 }
 
 void Team::allgather(const void* in, void* out, const std::vector<size_t>& nbytes_by_rank) {
-  in_turn([&] {
+  in_turn([&](uint64_t call) {
     const size_t me = at(topology().rank);
     const size_t length = std::max<size_t>(kRoundBytes / nbytes_by_rank.size(), 1);
     const size_t longest = *std::max_element(nbytes_by_rank.begin(), nbytes_by_rank.end());
@@ -109,7 +140,7 @@ void Team::allgather(const void* in, void* out, const std::vector<size_t>& nbyte
       if (counts[me] > 0) std::memcpy(message.get(), static_cast<const std::byte*>(in) + begin, counts[me]);
       Pending pending(message);
       pending.add(control_->allgather(message.get(), all, counts));
-      wait_for_collective([&] { return pending.test(); }, "allgather");
+      wait_for_collective([&] { return pending.test(); }, "allgather", call);
       auto* place = static_cast<std::byte*>(out);
       for (size_t r = 0; r < counts.size(); ++r) {
         if (counts[r] > 0) std::memcpy(place + begin, all, counts[r]);
@@ -128,7 +159,7 @@ std::vector<int64_t> Team::allgather_count(int64_t mine) {
 
 void Team::alltoall(const void* in, const std::vector<size_t>& to, void* out, const std::vector<size_t>& from) {
   constexpr int tag = 1;
-  in_turn([&] {
+  in_turn([&](uint64_t call) {
     const size_t me = at(topology().rank);
     const size_t length = std::max<size_t>(kRoundBytes / to.size(), 1);
     size_t longest = 0;
@@ -153,7 +184,7 @@ void Team::alltoall(const void* in, const std::vector<size_t>& to, void* out, co
         received += in_counts[r];
         source += to[r];
       }
-      wait_for_collective([&] { return pending.test(); }, "alltoall");
+      wait_for_collective([&] { return pending.test(); }, "alltoall", call);
       received = message.get() + sum(out_counts);
       auto* target = static_cast<std::byte*>(out);
       for (size_t r = 0; r < from.size(); ++r) {
@@ -168,10 +199,10 @@ void Team::alltoall(const void* in, const std::vector<size_t>& to, void* out, co
 void Team::barrier() {
   // Once it is there, ranks meet in shared memory, and see there what another one does instead.
   if (allreduce_) return topology().size == 1 ? void() : meet("\nbarrier", "barrier");
-  in_turn([&] {
+  in_turn([&](uint64_t call) {
     Pending pending;
     pending.add(control_->barrier());
-    wait_for_collective([&] { return pending.test(); }, "barrier");
+    wait_for_collective([&] { return pending.test(); }, "barrier", call);
   });
 }
 

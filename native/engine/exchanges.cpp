@@ -279,7 +279,7 @@ void Exchanges::check(const Header& header, const Operation& operation, int rank
 
 class Exchanges::Waiting final : public Awaited {
  public:
-  Waiting(const Exchanges& exchanges, const Operation& operation)
+  Waiting(Exchanges& exchanges, const Operation& operation)
       : exchanges_(exchanges),
         what_(exchanges.name_of(static_cast<uint32_t>(operation.exchange), operation.shape.adjoint)),
         operation_(operation) {}
@@ -287,7 +287,11 @@ class Exchanges::Waiting final : public Awaited {
     return "Waited in " + what_ + " (team " + std::to_string(exchanges_.team_.number) + ", rank " +
            std::to_string(exchanges_.topology_.rank) + ")";
   }
-  std::vector<int> missing() const override { return operation_.missing(); }
+  // Asked by the thread that waits only. A rank may have written its rows, and have left, since that has looked.
+  std::vector<int> missing() const override {
+    exchanges_.advance();
+    return operation_.missing();
+  }
   bool is_outside() const override { return !operation_.receives.empty() || !operation_.sends.empty(); }
   // Asked by other threads, while this one works on the operation: so of a copy, taken when the wait becomes long.
   Stall stall() const override {
@@ -296,7 +300,7 @@ class Exchanges::Waiting final : public Awaited {
   }
 
  private:
-  const Exchanges& exchanges_;
+  Exchanges& exchanges_;
   const std::string what_;
   const Operation& operation_;
 };
@@ -339,15 +343,18 @@ void Exchanges::wait(int exchange, bool adjoint, void* result) {
   };
   const auto begin = Clock::now();
   const Waiting waiting(*this, operation);
-  if (!wait_watched(team_, team_.exchangers[topology_.local_rank], ready, waiting)) {
-    const std::vector<int> missing = operation.missing();
+  int idle = -1;
+  if (!wait_watched(team_, team_.exchangers[topology_.local_rank], ready, waiting, &idle) && !operation.is_done()) {
+    std::vector<int> missing = operation.missing(), late = team_.failure->outside_mpi(missing);
+    if (late.empty() && idle >= 0) late = {idle};
+    if (!late.empty()) missing = late;
     std::string ranks;
     for (const int rank : missing) ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
     throw Timeout("Waited " + std::to_string(static_cast<int>(team_.timeout_seconds)) + " s in " +
                       name_of(static_cast<uint32_t>(exchange), adjoint) + " (team " + std::to_string(team_.number) +
                       ", rank " + std::to_string(topology_.rank) + "), from rank " + ranks +
                       ". Do all ranks run the same steps?",
-                  missing.empty() ? -1 : missing[0]);
+                  late.empty() ? -1 : late[0]);
   }
   if (trace::enabled) trace::record(operation.spec.name, adjoint ? "rows backward" : "rows", team_.number, begin);
   finish(operation);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <thread>
 #include <utility>
 
@@ -64,7 +65,10 @@ void Failure::tell(int messenger, int culprit) const {
 }
 
 void Failure::leave() {
-  write(Fate::left, topology_.rank);
+  {
+    const std::lock_guard lock(mutex_);
+    write(Fate::left, topology_.rank);
+  }
   ring();
   if (news_) news_->leave();
 }
@@ -76,6 +80,7 @@ void Failure::close() {
       error_ =
           std::make_exception_ptr(Error("This team is closed: keras_hpc.finalize() was called, or the team was "
                                         "closed or freed, while another thread still used it."));
+    write(Fate::left, topology_.rank);  // first the node, as above
     set_.store(true, std::memory_order_release);
   }
   leave();
@@ -147,11 +152,41 @@ std::string Failure::blame(int rank, int& culprit) const {
   return "rank " + std::to_string(messenger) + " has given up waiting for " + name + ".";
 }
 
+std::vector<int> Failure::not_in_mpi(uint64_t call) const {
+  std::vector<int> found;
+  for (const int rank : topology_.local_ranks())
+    if (bell_of(rank)->begun.load(std::memory_order_seq_cst) < call) found.push_back(rank);
+  return found;
+}
+
+std::vector<int> Failure::still_in_mpi(uint64_t call) const {
+  std::vector<int> found;
+  for (const int rank : topology_.local_ranks()) {
+    const Bell* bell = bell_of(rank);
+    if (rank != topology_.rank && bell->begun >= call && bell->over < call) found.push_back(rank);
+  }
+  return found;
+}
+
+uint64_t Failure::call_of_mpi(int rank) const {
+  const Bell* bell = bell_of(rank);
+  if (bell == nullptr) return 0;
+  const uint64_t begun = bell->begun;
+  return bell->over < begun ? begun : 0;
+}
+
+std::vector<int> Failure::outside_mpi(const std::vector<int>& ranks) const {
+  std::vector<int> found;
+  std::copy_if(ranks.begin(), ranks.end(), std::back_inserter(found),
+               [this](int rank) { return call_of_mpi(rank) == 0; });
+  return found;
+}
+
 void Failure::throw_if_neighbour_failed() const {
   // What was read before comes before the looks at the bells.
   std::atomic_thread_fence(std::memory_order_acquire);
   for (int r = 0; r < topology_.local_size(); ++r) {
-    if (r == topology_.local_rank || bells_[r].fate.load(std::memory_order_acquire) != Fate::failed) continue;
+    if (r == topology_.local_rank || bells_[r].fate.load(std::memory_order_acquire) == Fate::present) continue;
     int culprit = -1;
     const std::string text = blame(topology_.local_ranks()[at(r)], culprit);
     throw Error("Rank " + std::to_string(topology_.rank) + " cannot go on: " + text, culprit);
@@ -209,15 +244,28 @@ void Lookout::listen_to_beats() {
   }
 }
 
-int Lookout::idle_suspect(const Awaited& awaited) {
+int Lookout::silent(const std::vector<int>& ranks) const {
   constexpr double silence = 2;  // more than twice as long as between two beats
   const auto& local = failure_->topology_.local_ranks();
-  listen_to_beats();
-  for (const int rank : awaited.suspects()) {
+  for (const int rank : ranks) {
     const auto place = static_cast<size_t>(std::find(local.begin(), local.end(), rank) - local.begin());
     if (rank != failure_->topology_.rank && seconds_since(beats_[place].since) > silence) return rank;
   }
   return -1;
+}
+
+int Lookout::idle_suspect(const Awaited& awaited) {
+  listen_to_beats();
+  int found = silent(awaited.suspects());
+  const std::vector<int> missing = awaited.missing();
+  if (!failure_->outside_mpi(missing).empty()) return found;
+  for (const int rank : missing) {
+    if (found >= 0) break;
+    const uint64_t call = failure_->call_of_mpi(rank);
+    const std::vector<int> late = failure_->not_in_mpi(call);
+    found = late.empty() ? silent(failure_->still_in_mpi(call)) : late[0];
+  }
+  return found;
 }
 
 void Lookout::look_at_blame(const Awaited& awaited) const {
@@ -228,12 +276,15 @@ void Lookout::look_at_blame(const Awaited& awaited) const {
 
 double Lookout::hearing_seconds(const Awaited& awaited) const {
   const Topology& topology = failure_->topology_;
-  if (failure_->news_ == nullptr || topology.size == topology.node_count) return 0;  // or nobody knows
+  if (topology.size == topology.node_count) return 0;  // nobody knows
   const std::vector<int> missing = awaited.missing();
-  for (const int rank : missing)
-    if (rank != topology.rank && failure_->bell_of(rank) != nullptr) return 0;  // this rank knows, too
-  // Who hears of it tells its own node at its next look. Who knows nobody leaves it to those of its node that do.
-  double hops = missing.empty() ? 3 : 2;
+  const auto is_known = [&](int rank) {
+    return rank != topology.rank && failure_->bell_of(rank) != nullptr && failure_->call_of_mpi(rank) == 0;
+  };
+  if (std::any_of(missing.begin(), missing.end(), is_known)) return 0;  // this rank knows, too
+  // Who hears of it tells its own node at its next look. Who knows nobody leaves it to those of its node that do, or
+  // finds out meanwhile who is silent.
+  double hops = missing.empty() || failure_->news_ == nullptr ? 3 : 2;
   for (int nodes = 1; nodes < topology.node_count; nodes *= 2) ++hops;
   return hops * slice_seconds;
 }

@@ -50,9 +50,19 @@ class Failure {
   void throw_if_set() const {
     if (is_set()) rethrow();
   }
-  // Throws if another rank of the node has failed. What was read before from memory of other ranks' callers is to be
-  // trusted only if it does not: they write there again once they have got an error.
+  // Throws if another rank of the node has failed, or has left: whoever still needs something of this one then has had
+  // its team closed. What was read before from memory of other ranks' callers is to be trusted only if it does not:
+  // they write there again once they have got an error.
   void throw_if_neighbour_failed() const;
+
+  // This rank is in a call of MPI that makes ranks wait for each other. Returns its number, from 1.
+  uint64_t enter_mpi() const { return mine().begun.fetch_add(1, std::memory_order_seq_cst) + 1; }
+  void leave_mpi() const { mine().over.fetch_add(1, std::memory_order_seq_cst); }
+  // Ranks of the node that have not come to such a call, and other ones of the node that have not left it.
+  std::vector<int> not_in_mpi(uint64_t call) const;
+  std::vector<int> still_in_mpi(uint64_t call) const;
+  // Those of these ranks that MPI does not let wait for others, as far as this one sees.
+  std::vector<int> outside_mpi(const std::vector<int>& ranks) const;
 
  private:
   friend class Lookout;
@@ -64,7 +74,9 @@ class Failure {
   bool has_died(int rank) const;
   std::string blame(int rank, int& culprit) const;
   void tell(int messenger, int culprit) const;
-  void beat() const { bells_[topology_.local_rank].beats.fetch_add(1, std::memory_order_relaxed); }
+  Bell& mine() const { return bells_[topology_.local_rank]; }
+  void beat() const { mine().beats.fetch_add(1, std::memory_order_relaxed); }
+  uint64_t call_of_mpi(int rank) const;  // that the rank is in; 0: in none, or on another node
   std::string complaint(int& culprit, bool of_this_rank_only = false) const;
 
   const Topology& topology_;
@@ -110,7 +122,8 @@ class Lookout {
   // that nobody waits for is told to them. Looks once in a while, and only where there are other nodes.
   // `beats`: the thread is the engine's.
   void look_around(bool beats);
-  // After the time limit: a suspect that does not wait, as it seems; -1: none.
+  // After the time limit: a suspect that does not wait, as it seems, or the rank for which MPI lets another one wait
+  // that is missing; -1: none.
   int idle_suspect(const Awaited& awaited);
   // After the time limit: throws if others have given up waiting for this rank, as for one that was stopped for long.
   // Whom it waits for itself then says nothing.
@@ -122,6 +135,7 @@ class Lookout {
   static constexpr double slice_seconds = 0.9;  // less than a thread sleeps, so that each sleep ends with a look
   void examine(const Awaited& awaited, bool due);
   void listen_to_beats();
+  int silent(const std::vector<int>& ranks) const;  // one of them that gives no beats; -1: none
 
   const Failure* failure_;
   Clock::time_point begin_ = Clock::now();

@@ -105,11 +105,13 @@ void Meeting::wait_for_ranks(int ranks, uint64_t target, Value&& value, bool cer
   };
   int idle = -1;
   if (wait_watched(team_, team_.my_bell(), ready, Waiting(*this, missing, certain, false), &idle)) return;
-  const int rank = idle >= 0 ? idle : topology_.local_ranks()[at(late)];
-  const bool is_known = certain || idle >= 0;
-  throw Timeout(late_text() + "rank " + std::to_string(rank) + (is_known ? "" : ", which may wait for another node") +
+  const std::vector<int> free = certain ? team_.failure->outside_mpi(missing()) : std::vector<int>();
+  const int known = free.empty() ? idle : free[0];
+  throw Timeout(late_text() + "rank " +
+                    (known >= 0 ? std::to_string(known)
+                                : std::to_string(topology_.local_ranks()[at(late)]) + ", which may wait for another one") +
                     ". Do all ranks make the same calls?",
-                is_known ? rank : -1);
+                known);
 }
 
 std::string Meeting::late_text() const {

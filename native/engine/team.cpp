@@ -40,8 +40,7 @@ Team::Team(std::unique_ptr<Transport> transport, int number, const TeamOptions& 
   context_.failure = &*failure_;
   context_.asynchronous_waits = &asynchronous_waits_;
   // Whoever fails here has not done what the others have, on channels of all.
-  transport_->set_waiting(
-      [this](const auto& ready) { guarded([&] { wait_for_collective(ready, "the making of shared memory"); }); });
+  transport_->set_waiting([this](const auto& ready) { wait_for_memory(ready); });
   auto* seats = reinterpret_cast<Seat*>(bells + kinds * local);
   seats[topology().local_rank] = Seat::mine();
   barrier();
@@ -145,7 +144,7 @@ void Team::withdraw(const char* why) {
 // ---- plans
 
 // Makes something in shared memory. Where that fails, it fails on all ranks, and the team goes on; unless a rank never
-// comes.
+// comes, or fails alone, as one that MPI or its own memory lets down.
 template <class F>
 auto Team::sharing(F&& f) -> decltype(f()) {
   const std::lock_guard lock(control_mutex_);
@@ -153,8 +152,13 @@ auto Team::sharing(F&& f) -> decltype(f()) {
   try {
     return f();
   } catch (const Timeout&) {
-    fail(std::current_exception());
+    fail_and_throw();
+  } catch (const NetworkError&) {
+    fail_and_throw();
+  } catch (const Error&) {  // all ranks have it, or it is the team's already
     throw;
+  } catch (const std::exception&) {
+    fail_and_throw();
   }
 }
 
@@ -304,14 +308,16 @@ bool Team::progress(int lane_number) {
     const std::unique_lock lock(lane.mutex, std::try_to_lock);
     if (!lock.owns_lock()) return advanced;
     lane.wanted = false;
-    if (failure_->is_set()) return false;
+    if (failure_->is_set() || lane.is_broken) return false;
     const auto begin = Clock::now();
     bool moved = false, under_way = false, busy = false;
+    lane.is_broken = true;  // if an exception leaves the loop
     for (Plan* plan : lane.plans.all()) {
       moved = plan->advance(lane_number, *lane.channel) || moved;
       under_way = under_way || plan->is_under_way(lane_number);
       busy = busy || plan->uses_network(lane_number);
     }
+    lane.is_broken = false;
     lane.is_under_way.store(under_way, std::memory_order_relaxed);
     lane.plans.remove_if([](const Plan* plan) { return !plan->is_active(); });
     // The lane's own thread looks after the network, and may have gone to sleep before this one sent something.

@@ -141,7 +141,10 @@ class Team {
   // A communication channel and the thread, if any, that serves it.
   struct Lane {
     std::unique_ptr<Channel> channel;
-    std::mutex mutex;                 // held by whoever makes progress on this lane
+    std::mutex mutex;  // held by whoever makes progress on this lane
+    // An error has left something half done, such as a message that MPI now says has come. The error becomes the team's
+    // a second later, perhaps (Failure::explained): until then nobody goes on here. For who holds the lane.
+    bool is_broken = false;
     std::atomic<bool> wanted{false};  // somebody else has asked for progress meanwhile
     std::thread thread;
     ActivePlans plans;
@@ -185,7 +188,10 @@ class Team {
   auto sharing(F&& f) -> decltype(f());
   template <class F>
   void in_turn(F&& collective);
-  void wait_for_collective(const std::function<bool()>& ready, const char* what);
+  template <class F>
+  void in_mpi(F&& f);
+  void wait_for_memory(const std::function<bool()>& ready);
+  void wait_for_collective(const std::function<bool()>& ready, const char* what, uint64_t number);
   void meet(const std::string& text, const std::string& label);
   [[noreturn]] void explain(const std::string& text, const PlanMismatch& disagreement);
   Timeout late(const Plan& plan, int tensor, int idle) const;

@@ -107,10 +107,14 @@ bool Team::wait_all_async(Plan& plan, void (*done)(void*, const char*), void* ar
 
 Timeout Team::late(const Plan& plan, int tensor, int idle) const {
   std::vector<int> missing = plan.missing_ranks(tensor);
+  std::vector<int> late = failure_->outside_mpi(missing);
+  if (late.empty() && idle >= 0) late = {idle};
+  const bool is_known = !late.empty();
+  if (is_known) missing = std::move(late);
   const auto is_near = [this](int rank) { return topology().is_local(rank); };
   const auto near =
       std::find_if(missing.begin(), missing.end(), [&](int rank) { return rank != topology().rank && is_near(rank); });
-  int culprit = near == missing.end() ? -1 : *near;
+  int culprit = near == missing.end() || !is_known ? -1 : *near;
   if (topology().node_count > 1 && std::none_of(missing.begin(), missing.end(), is_near)) {
     culprit = idle >= 0 ? idle : plan.owes_slice(tensor, topology().rank) ? peer_awaited(plan) : -1;
     const auto neighbours = TensorWait(*this, plan, tensor, Clock::now()).suspects();

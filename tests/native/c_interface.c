@@ -31,7 +31,7 @@ int main(int argc, char** argv) {
 
   const char* names[] = {"a", "b"};
   const char* types[] = {"float32", "float32"};
-  const int64_t sizes[] = {1000, 0}, negative[] = {-1000, 0};
+  const int64_t sizes[] = {1000, 0}, negative[] = {-1000, 0}, huge[] = {INT64_C(1) << 40, INT64_C(1) << 40};
   static float a[1000];
   khpc_mpi single = mpi;
   single.thread_level = MPI_THREAD_SERIALIZED;
@@ -51,14 +51,18 @@ int main(int argc, char** argv) {
   expect(khpc_allreduce(team, a, 1, NULL, "sum") == KHPC_ERROR, "a dtype that is nowhere");
   expect(khpc_allreduce_tensor(team, a, NULL, 1, "float32", "sum", "x") == KHPC_ERROR, "a shape that is nowhere");
   expect(khpc_allreduce_tensor(team, a, negative, 1, "float32", "sum", "x") == KHPC_ERROR, "a negative shape");
+  expect(khpc_allreduce(team, a, INT64_MAX, "float32", "sum") == KHPC_ERROR, "an array that is too large");
+  expect(khpc_allreduce_tensor(team, a, huge, 2, "float32", "sum", "x") == KHPC_ERROR, "a shape that is too large");
   expect(khpc_allgather_counts(team, 1, NULL) == KHPC_ERROR, "counts that are nowhere");
   expect(khpc_allgatherv(team, a, 4, a, negative) == KHPC_ERROR, "negative counts");
   expect(khpc_empty(team, -1) == NULL, "a negative area");
+  expect(!khpc_empty(team, 4096 * (rank + 1)) && strstr(khpc_last_error(), "differ"), "areas of different sizes");
   expect(khpc_empty_free(a) == KHPC_ERROR && khpc_team_free(77) == KHPC_ERROR, "what nobody has made");
   int plan = khpc_plan_create(team, "p", 2, names, types, sizes, "sum", 1);
   expect(plan >= 0, "a plan");
   expect(khpc_start(plan, 0, NULL, 1) == KHPC_ERROR, "a tensor that is nowhere");
   expect(khpc_start(plan, 0, a, -1) == KHPC_ERROR && khpc_start(plan, 0, a, NAN) == KHPC_ERROR, "a weight");
+  expect(khpc_start(plan, 0, a, INFINITY) == KHPC_ERROR, "a weight that is not finite");
   expect(khpc_start(plan, 2, a, 1) == KHPC_ERROR && khpc_start(plan + 1, 0, a, 1) == KHPC_ERROR, "no such tensor");
   expect(khpc_wait_all_async(plan, NULL, NULL) == KHPC_ERROR, "no completion");
 

@@ -106,6 +106,27 @@ def gone(what, threads, victim=size - 1, late=False):
         time.sleep(8)  # until that one has said its own: UCX aborts who reads from a process that has ended
 
 
+def stopped():
+    """Rank 2 is stopped while it waits in MPI for rank 0, which then comes."""
+    team = team_with(3.0)
+    pids = comm.allgather(os.getpid())
+    x = np.full(1_000_000, rank, np.uint8)
+    comm.Barrier()
+    if rank == 0:
+        time.sleep(0.5)
+        os.kill(pids[2], signal.SIGSTOP)
+    try:
+        team.allgather(x, np.empty(size * x.size, np.uint8), [x.size] * size)
+        say("got a result of a rank that is stopped")
+    except _native.Error as error:
+        say(f"was told: {error}")
+    if rank == 0:
+        time.sleep(1)  # until rank 1 has heard
+        os.kill(pids[2], signal.SIGCONT)
+    elif rank == 1:
+        time.sleep(3)
+
+
 def forked():
     """A child that ends as Python programs do, with all that its parent has: it is no rank."""
     import keras_hpc
@@ -178,6 +199,8 @@ if how == "late-message":
     late_message(float(sys.argv[2]))
 elif how in ("killed", "late"):
     gone(sys.argv[2], *map(int, sys.argv[3:]), late=how == "late")
+elif how == "stopped":
+    stopped()
 elif how in ("forked", "suspended"):
     {"forked": forked, "suspended": suspended}[how]()
     sys.exit(0)
