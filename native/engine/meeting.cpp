@@ -107,11 +107,12 @@ void Meeting::wait_for_ranks(int ranks, uint64_t target, Value&& value, bool cer
   if (wait_watched(team_, team_.my_bell(), ready, Waiting(*this, missing, certain, false), &idle)) return;
   const std::vector<int> free = certain ? team_.failure->outside_mpi(missing()) : std::vector<int>();
   const int known = free.empty() ? idle : free[0];
-  throw Timeout(late_text() + "rank " +
-                    (known >= 0 ? std::to_string(known)
-                                : std::to_string(topology_.local_ranks()[at(late)]) + ", which may wait for another one") +
-                    ". Do all ranks make the same calls?",
-                known);
+  throw Timeout(
+      late_text() + "rank " +
+          (known >= 0 ? std::to_string(known)
+                      : std::to_string(topology_.local_ranks()[at(late)]) + ", which may wait for another one") +
+          ". Do all ranks make the same calls?",
+      known);
 }
 
 std::string Meeting::late_text() const {

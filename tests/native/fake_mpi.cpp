@@ -45,7 +45,9 @@ int begin(Request** request, void* data, int tag, const Comm* comm, const char* 
 
 extern "C" {
 
-void* fake_mpi_world() { return &world; }
+void* fake_mpi_world() {
+  return &world;
+}
 void fake_mpi_fail(const char* call, int after) {
   const std::lock_guard lock(mutex);
   failing = call;
@@ -61,7 +63,9 @@ void fake_mpi_tell(const char* item, int nbytes) {
   messages[news].emplace_back(item, item + nbytes);
 }
 
-int MPI_Comm_rank(Comm*, int* rank) { return *rank = 0; }
+int MPI_Comm_rank(Comm*, int* rank) {
+  return *rank = 0;
+}
 int MPI_Comm_size(Comm*, int* size) {
   *size = 2;
   return 0;
@@ -71,12 +75,16 @@ int MPI_Comm_dup(Comm*, Comm** made) {
   *made = new Comm{++comms};
   return 0;
 }
-int MPI_Comm_split(Comm* comm, int, int, Comm** made) { return MPI_Comm_dup(comm, made); }
+int MPI_Comm_split(Comm* comm, int, int, Comm** made) {
+  return MPI_Comm_dup(comm, made);
+}
 int MPI_Comm_free(Comm** comm) {
   delete *comm;
   return 0;
 }
-int MPI_Comm_set_errhandler(Comm*, void*) { return 0; }
+int MPI_Comm_set_errhandler(Comm*, void*) {
+  return 0;
+}
 int MPI_Isend(const char* data, int count, void*, int, int tag, Comm* comm, Request** request) {
   const int error = begin(request, nullptr, tag, comm, "MPI_Isend");
   const std::lock_guard lock(mutex);
@@ -95,9 +103,15 @@ int MPI_Iallgatherv(const void* in, int count, void*, char* out, const int*, con
   for (int rank = 0; rank < 2; ++rank) std::memcpy(out + places[rank], in, static_cast<size_t>(count));
   return begin(request, nullptr, 0, comm, "MPI_Iallgatherv");
 }
-int MPI_Ibarrier(Comm* comm, Request** request) { return begin(request, nullptr, 0, comm, "MPI_Ibarrier"); }
-int MPI_Allreduce(const void*, void*, int, void*, void*, Comm*) { return 1; }
-int MPI_Iallreduce(const void*, void*, int, void*, void*, Comm*, Request**) { return 1; }
+int MPI_Ibarrier(Comm* comm, Request** request) {
+  return begin(request, nullptr, 0, comm, "MPI_Ibarrier");
+}
+int MPI_Allreduce(const void*, void*, int, void*, void*, Comm*) {
+  return 1;
+}
+int MPI_Iallreduce(const void*, void*, int, void*, void*, Comm*, Request**) {
+  return 1;
+}
 // A request that has finished, with an error or without, is one that has finished whenever it is asked again.
 int MPI_Test(Request** request, int* has_finished, void*) {
   const std::lock_guard lock(mutex);
@@ -126,6 +140,8 @@ int MPI_Error_string(int, char* text, int* length) {
   *length = static_cast<int>(std::strlen(text));
   return 0;
 }
-int MPI_Finalized(int* flag) { return *flag = 0; }
+int MPI_Finalized(int* flag) {
+  return *flag = 0;
+}
 
 }  // extern "C"
