@@ -126,14 +126,23 @@ def test_a_loss_scale_skips_a_step_on_all_ranks(fused):
 in_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="functions of TensorFlow")
 
 
-def clip_of_tensorflow(by):
+def clip_of_tensorflow(by, variables):
     import tensorflow as tf
+
+    sums = [tf.Variable(tf.zeros(variable.shape)) for variable in variables]
 
     def by_global_norm(gradients):
         return tf.clip_by_global_norm(gradients, 0.5, use_norm=tf.linalg.global_norm(gradients))[0]
 
+    def by_norm_of_sums(gradients):
+        for total, gradient in zip(sums, gradients, strict=True):
+            total.assign_add(gradient)
+        return tf.clip_by_global_norm(sums, 0.5)[0]
+
     functions = {
         "global norm": by_global_norm,
+        "global norm of products": lambda gradients: by_global_norm([2 * gradient for gradient in gradients]),
+        "global norm of sums": by_norm_of_sums,
         "norm": lambda gradients: [tf.clip_by_norm(gradient, 0.1) for gradient in gradients],
         "value": lambda gradients: [tf.clip_by_value(gradient, -0.05, 0.05) for gradient in gradients],
     }
@@ -142,16 +151,15 @@ def clip_of_tensorflow(by):
 
 @in_tensorflow
 @pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("by", ["global norm", "norm", "value"])
+@pytest.mark.parametrize("by", ["global norm", "global norm of products", "global norm of sums", "norm", "value"])
 def test_functions_of_tensorflow(by, traced):
     import tensorflow as tf
-
-    clip = clip_of_tensorflow(by)
 
     def train(x, y, samples):
         keras.utils.set_random_seed(3)
         model, optimizer = dense(), keras.optimizers.SGD(0.1)
         optimizer.build(model.trainable_variables)
+        clip = clip_of_tensorflow(by, model.trainable_variables)
 
         def update(x, y):
             with tf.GradientTape() as tape:
@@ -229,7 +237,7 @@ def by_a_function():
     if BACKEND == "jax":  # there is none
         mean = (lambda gradients: gradients) if current.is_local() else keras_hpc.allreduce
         return lambda gradients: [ops.clip(gradient, -0.05, 0.05) for gradient in mean(gradients)]
-    return clip_of_tensorflow("global norm")
+    return clip_of_tensorflow("global norm", ())
 
 
 def by_hand():

@@ -2,8 +2,8 @@
 """Functions of PyTorch and TensorFlow that clip gradients, before an optimizer gets them, are given those of all ranks.
 
 One rank clips the gradient of the whole batch. So ranks must clip the mean of theirs, and not take the mean of what
-each has clipped. PyTorch's functions for it get parameters. TensorFlow's get tensors: those that a `tf.GradientTape`
-has given for variables are gradients, others are left alone. A norm that PyTorch has computed of parameters' gradients
+each has clipped. PyTorch's functions for it get parameters. TensorFlow's get tensors: gradients of variables
+(tape_gradients.py), or something else that is left alone. A norm that PyTorch has computed of parameters' gradients
 becomes that of their means when it is given to the function that clips these. PyTorch's `GradScaler`, too, looks for
 infinities in the gradients of all ranks: a rank that skipped a step alone would leave the others waiting.
 
@@ -28,7 +28,7 @@ import keras
 from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.keras_hooks import running
-from keras_hpc.keras_hooks.gradients import first_update, optimizer, torch_optim
+from keras_hpc.keras_hooks.gradients import first_update, optimizer, tape_gradients, torch_optim
 from keras_hpc.keras_hooks.state.variables import trained_by
 
 
@@ -270,9 +270,6 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # ---- TensorFlow
 
-_origins: dict[int, tuple[Any, Any]] = {}  # id of a gradient: the gradient and its variable, both weak
-
-
 def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
     import tensorflow as tf
 
@@ -282,41 +279,34 @@ def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
         if not (_may_average() or running.trial() is not None):
             return result
         variables, gradients = tf.nest.flatten(sources), tf.nest.flatten(result)
-        for index, (variable, found) in enumerate(zip(variables, gradients, strict=True)):
-            if found is not None and isinstance(variable, (tf.Variable, keras.Variable)):
-                if _factor() != 1.0:
-                    gradients[index] = found = _factor() * tf.convert_to_tensor(found)
-                _remember(found, variable)
+        given = [
+            index
+            for index, (variable, found) in enumerate(zip(variables, gradients, strict=True))
+            if found is not None and isinstance(variable, (tf.Variable, keras.Variable))
+        ]
+        if _factor() != 1.0:
+            for index in given:
+                gradients[index] = _factor() * tf.convert_to_tensor(gradients[index])
+        tape_gradients.remember([gradients[index] for index in given], [variables[index] for index in given])
         return tf.nest.pack_sequence_as(result, gradients)
 
     return gradient
 
 
-def _remember(gradient: Any, variable: Any) -> None:
-    key = id(gradient)
-    _origins[key] = weakref.ref(gradient, lambda _: _origins.pop(key, None)), weakref.ref(variable)
-
-
-def _origin(tensor: Any) -> Any:
-    """Return the variable whose gradient this is; None: it is something else."""
-    gradient, variable = _origins.get(id(tensor), (None, None))
-    return variable() if gradient is not None and gradient() is tensor else None
-
-
-def _mean(tensors: list[Any]) -> list[Any]:
-    """Return the mean over ranks of gradients, and what is something else as it is. Collective."""
-    given = [index for index, tensor in enumerate(tensors) if tensor is not None]
-    variables = [_origin(tensors[index]) for index in given]
-    if not given or any(variable is None for variable in variables):
-        return tensors
-    gradients = [tensors[index] for index in given]
+def _mean(tensors: list[Any], variables: list[Any]) -> list[Any]:
+    """Return the mean over ranks of gradients of variables. Collective."""
     owner = _owner_of(variables)
-    if not _begin(owner, gradients):
+    if not _begin(owner, tensors):
         return tensors
-    means = list(tensors)
-    for index, mean in zip(given, optimizer.reduce_gradients(owner, gradients, variables, _count()), strict=True):
-        means[index] = mean
+    means: list[Any] = optimizer.reduce_gradients(owner, tensors, variables, _count())
     return means
+
+
+def _tensor(value: Any) -> Any:
+    """Return what a variable, in which a script has added up gradients, holds; else the same."""
+    import tensorflow as tf
+
+    return tf.convert_to_tensor(value) if isinstance(value, (tf.Variable, keras.Variable)) else value
 
 
 def _clipping_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -324,12 +314,18 @@ def _clipping_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def clip(t_list: Any, clip_norm: Any, use_norm: Any = None, name: Any = None) -> Any:
-        if running.trial() is not None and all(t is None or _origin(t) is not None for t in t_list):
-            return t_list, tf.linalg.global_norm(t_list)
-        if isinstance(t_list, (list, tuple)) and _origins and _may_average():
-            means = _mean(list(t_list))
-            if any(mean is not given for mean, given in zip(means, t_list, strict=True)):
-                t_list, use_norm = means, None  # that norm is of this rank's gradients
+        is_trial = running.trial() is not None
+        if isinstance(t_list, (list, tuple)) and tape_gradients.any_known() and (is_trial or _may_average()):
+            given = [index for index, tensor in enumerate(t_list) if tensor is not None]
+            gradients = [_tensor(t_list[index]) for index in given]
+            variables = tape_gradients.variables_of(gradients)
+            if variables is not None and is_trial:
+                return t_list, tf.linalg.global_norm(t_list)
+            means = gradients if variables is None else _mean(gradients, variables)
+            if means is not gradients:  # else there is no mean, or nothing to take it of
+                t_list, use_norm = list(t_list), None  # that norm is of this rank's gradients
+                for index, mean in zip(given, means, strict=True):
+                    t_list[index] = mean
         return original(t_list, clip_norm, use_norm, name)
 
     return clip
@@ -338,10 +334,11 @@ def _clipping_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
 def _clipping_one_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip(t: Any, *args: Any, **kwargs: Any) -> Any:
-        if running.trial() is not None and _origin(t) is not None:
+        variable = tape_gradients.variable_of(t)
+        if variable is not None and running.trial() is not None:
             return t
-        if _origins and _may_average():
-            (t,) = _mean([t])
+        if variable is not None and _may_average():
+            (t,) = _mean([t], [variable])
         return original(t, *args, **kwargs)
 
     return clip
