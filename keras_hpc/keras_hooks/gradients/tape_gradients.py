@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _origins: dict[int, tuple[Any, Any]] = {}  # id of a gradient: the gradient and its variable, both weak
@@ -25,11 +25,14 @@ def remember(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         variables: their variables, as many.
     """
     for gradient, variable in zip(gradients, variables, strict=True):
-        key = id(gradient)
-        _origins[key] = weakref.ref(gradient, lambda _, key=key: _origins.pop(key, None)), weakref.ref(variable)
+        _origins[id(gradient)] = weakref.ref(gradient, _forgetting(id(gradient))), weakref.ref(variable)
     if variables:
         row = _row(variables)
         _differentiated[row] = [weakref.ref(variable, functools.partial(_forget, row)) for variable in variables]
+
+
+def _forgetting(key: int) -> Callable[[Any], Any]:
+    return lambda _: _origins.pop(key, None)
 
 
 def _forget(row: tuple[Any, ...], variable: Any) -> None:
@@ -52,7 +55,7 @@ def variables_of(tensors: Sequence[Any]) -> list[Any] | None:
     """Return the variables whose gradients these tensors, or variables of a script, are; None: they are none."""
     variables = [variable_of(tensor) for tensor in tensors]
     if all(variable is not None for variable in variables):
-        return variables
+        return variables or None
     known = _differentiated.get(_row([t if v is None else v for t, v in zip(tensors, variables, strict=True)]), ())
     return [variable() for variable in known] or None
 
