@@ -81,11 +81,15 @@ def average(own: Any, parameters: Sequence[Any], count: Any) -> None:
         parameters: those that it trains.
         count: samples of this rank in this step; None if every rank counts alike.
     """
+    import torch
+
     means = optimizer.reduce_gradients(own, [parameter.grad for parameter in parameters], parameters, count)
     for parameter, mean in zip(parameters, means, strict=True):
         if mean is None:
             continue
-        if parameter.grad is None:
+        if parameter.grad is None and isinstance(own, torch.optim.SparseAdam):
+            parameter.grad = mean.to_sparse(1)  # as of an Embedding on the ranks that have samples
+        elif parameter.grad is None:
             parameter.grad = mean.clone()  # it lies in the engine's memory until the next step
         elif parameter.grad.is_sparse:  # of the rows that any rank has: SparseAdam takes no other kind
             parameter.grad = mean.to_sparse(parameter.grad.sparse_dim())
