@@ -22,7 +22,7 @@ constexpr double kDrainSeconds = 10;
 }  // namespace
 
 DevicePlan::DevicePlan(Team& team, Plan& plan, int ordinal)
-    : team_(team), plan_(plan), device_(ordinal), end_(device_) {}
+    : team_(team), plan_(plan), device_(ordinal), is_started_(at(count())), end_(device_) {}
 
 double DevicePlan::time_limit() const {
   return team_.time_limit();
@@ -40,8 +40,17 @@ void DevicePlan::check_memory(int tensor, device::Pointer data) const {
   if (nbytes(tensor) > 0) device_.check_owns(data, "Tensor '" + plan_.tensors()[at(tensor)].name + "'");
 }
 
-void DevicePlan::await_end(std::unique_lock<std::mutex>& lock, const bool& over) {
-  while (!changed_.wait_for(lock, kSlice, [&] { return over || error_; })) {
+void DevicePlan::count_in(int tensor, const DeviceWeight& weight) {
+  if (is_started_[at(tensor)]) throw Error(plan_.describe(tensor) + " was started twice without a wait in between.");
+  is_started_[at(tensor)] = true;
+  if (++started_ == 1) weight_ = weight;
+}
+
+void DevicePlan::await_step(std::unique_lock<std::mutex>& lock) {
+  throw_if_failed();
+  for (int t = 0; t < count(); ++t)
+    if (!is_started_[at(t)]) throw Error(plan_.describe(t) + " was waited for but not started.");
+  while (!changed_.wait_for(lock, kSlice, [this] { return is_over_ || error_; })) {
     if (check_interrupt == nullptr) continue;
     lock.unlock();
     try {
@@ -52,6 +61,12 @@ void DevicePlan::await_end(std::unique_lock<std::mutex>& lock, const bool& over)
     lock.lock();
   }
   throw_if_failed();
+}
+
+void DevicePlan::forget_step() {
+  is_started_.assign(is_started_.size(), false);
+  started_ = 0;
+  is_over_ = false;
 }
 
 void DevicePlan::write_updates(device::Pointer to, device::StreamHandle stream) {
@@ -93,6 +108,19 @@ void DevicePlan::run_courier(std::function<void()> work) {
     courier_.join();
     throw;
   }
+}
+
+void DevicePlan::await_start() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return stopping_ || (!error_ && !is_over_ && started_ > 0); });
+}
+
+void DevicePlan::end_step() {
+  {
+    const std::lock_guard lock(mutex_);
+    is_over_ = true;
+  }
+  changed_.notify_all();
 }
 
 void DevicePlan::stop() {

@@ -66,8 +66,16 @@ class DevicePlan : public Attendant {
   virtual void abandon() = 0;
 
   void check_memory(int tensor, device::Pointer data) const;
-  // Until the step is over, or there is an error, which it throws; the caller may interrupt it.
-  void await_end(std::unique_lock<std::mutex>& lock, const bool& over);
+  // A tensor of the step, of which the first one's weight is the rank's. With the lock. Throws Error where it was
+  // started before.
+  void count_in(int tensor, const DeviceWeight& weight);
+  // For who waits, with the lock: until the step is over, or there is an error, which it throws; the caller may
+  // interrupt it. And then, to make room for the next step.
+  void await_step(std::unique_lock<std::mutex>& lock);
+  void forget_step();
+  // For the courier: until a step has begun, or it is to end; and that the step is over.
+  void await_start();
+  void end_step();
   // Until the device has done what it was given, as long as the team waits for other ranks.
   template <class Ready>
   void await(Ready&& ready, const char* what);
@@ -89,6 +97,11 @@ class DevicePlan : public Attendant {
   std::mutex mutex_;
   Condition changed_;
   std::exception_ptr error_;
+  // Of the step, with the lock:
+  std::vector<bool> is_started_;  // [tensor] by the caller
+  int started_ = 0;
+  DeviceWeight weight_;
+  bool is_over_ = false;
   std::atomic<bool> is_hung_{false};  // the device, when it was last waited for
   std::atomic<bool> stopping_{false};
 

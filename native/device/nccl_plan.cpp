@@ -116,12 +116,8 @@ void NcclPlan::abandon() {
 
 void NcclPlan::begin(int tensor, const DeviceWeight& weight) {
   throw_if_failed();
-  if (of(tensor).started) throw Error(plan_.describe(tensor) + " was started twice without a wait in between.");
-  if (++started_ == 1) {
-    weight_ = weight;
-    turn_.emplace(team_.turns());
-  }
-  of(tensor).started = true;
+  count_in(tensor, weight);
+  if (started_ == 1) turn_.emplace(team_.turns());
 }
 
 void NcclPlan::start_on(int tensor, device::Pointer data, const DeviceWeight& weight, device::StreamHandle stream) {
@@ -144,7 +140,7 @@ void NcclPlan::start_on(int tensor, device::Pointer data, const DeviceWeight& we
 void NcclPlan::start(int tensor, const void* data, double weight) {
   const std::lock_guard lock(mutex_);
   throw_if_failed();
-  if (nbytes(tensor) > 0 && !of(tensor).started) {
+  if (nbytes(tensor) > 0 && !is_started_[at(tensor)]) {
     if (data == nullptr)
       std::memset(place(tensor), 0, nbytes(tensor));
     else if (data != place(tensor))
@@ -157,13 +153,8 @@ void NcclPlan::start(int tensor, const void* data, double weight) {
 
 void NcclPlan::wait_on(device::StreamHandle) {
   std::unique_lock lock(mutex_);
-  throw_if_failed();
-  for (int t = 0; t < count(); ++t)
-    if (!of(t).started) throw Error(plan_.describe(t) + " was waited for but not started.");
-  await_end(lock, over_);
-  for (const auto& tensor : tensors_) tensor->started = false;
-  started_ = 0;
-  over_ = false;
+  await_step(lock);
+  forget_step();
 }
 
 void NcclPlan::second_on(const std::vector<device::Pointer>&, device::StreamHandle) {
@@ -175,10 +166,7 @@ void NcclPlan::second_on(const std::vector<device::Pointer>&, device::StreamHand
 void NcclPlan::serve() {
   try {
     while (!stopping_) {
-      {
-        std::unique_lock lock(mutex_);
-        changed_.wait(lock, [this] { return stopping_ || (!error_ && !over_ && started_ > 0); });
-      }
+      await_start();
       if (!stopping_) step();
     }
     team_.throw_if_failed();
@@ -209,10 +197,9 @@ void NcclPlan::step() {
   watch.until([&] { return end_->is_over(); }, "reduced the tensors");
   {
     const std::lock_guard lock(mutex_);
-    over_ = true;
     turn_.reset();
   }
-  changed_.notify_all();
+  end_step();
 }
 
 bool NcclPlan::has_turn() {
@@ -223,7 +210,7 @@ bool NcclPlan::has_turn() {
 bool NcclPlan::has_begun(const Bucket& bucket) {
   const std::lock_guard lock(mutex_);
   for (int t = bucket.first; t <= bucket.last; ++t)
-    if (!of(t).started) return false;
+    if (!is_started_[at(t)]) return false;
   return true;
 }
 

@@ -55,7 +55,6 @@ class NcclPlan final : public DevicePlan {
     explicit Tensor(const device::Device& device) : ready(device) {}
     device::Event ready;
     device::Pointer data = 0;  // 0: on the host
-    bool started = false;
   };
   struct Watch;  // over a step
   struct Weights {
@@ -99,10 +98,7 @@ class NcclPlan final : public DevicePlan {
   std::unique_ptr<device::Communicator> communicator_;
 
   // With the lock:
-  int started_ = 0;
-  DeviceWeight weight_;
   std::optional<Turns::Turn> turn_;  // of a step that has begun
-  bool over_ = false;
 };
 
 }  // namespace keras_hpc

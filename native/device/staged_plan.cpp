@@ -42,12 +42,9 @@ void StagedPlan::abandon() {
 
 // ---- the caller's threads
 
-void StagedPlan::begin(int tensor) {
+void StagedPlan::begin(int tensor, const DeviceWeight& weight) {
   throw_if_failed();
-  if (of(tensor).started) throw Error(plan_.describe(tensor) + " was started twice without a wait in between.");
-  if (started_ == 0) back_->make_wait(out_->handle());  // places are free when the last step's means have left them
-  of(tensor).started = true;
-  ++started_;
+  count_in(tensor, weight);
   moved_at_ = Clock::now();
 }
 
@@ -56,17 +53,15 @@ void StagedPlan::start_on(int tensor, device::Pointer data, const DeviceWeight& 
   guarded<device::DriverError>([&] {
     check_memory(tensor, data);
     const std::lock_guard lock(mutex_);
-    begin(tensor);
+    begin(tensor, weight);
     Tensor& t = of(tensor);
     t.data = nbytes(tensor) > 0 ? data : 0;
+    if (started_ == 1) back_->make_wait(out_->handle());  // places are free when the last step's means have left them
     t.ready.record(stream);
     t.ready.make_wait(out_->handle());
-    if (started_ == 1) {
-      weight_ = weight;
-      if (weight.at != 0)
-        device_.check(api.copy_to_host(weight_place_.get(), weight.at, weight.nbytes, out_->handle()),
-                      "cuMemcpyDtoHAsync");
-    }
+    if (started_ == 1 && weight.at != 0)
+      device_.check(api.copy_to_host(weight_place_.get(), weight.at, weight.nbytes, out_->handle()),
+                    "cuMemcpyDtoHAsync");
     if (t.data != 0)
       device_.check(api.copy_to_host(place(tensor), data, nbytes(tensor), out_->handle()), "cuMemcpyDtoHAsync");
     t.arrived.record(out_->handle());
@@ -78,8 +73,7 @@ void StagedPlan::start_on(int tensor, device::Pointer data, const DeviceWeight& 
 void StagedPlan::start(int tensor, const void* data, double weight) {
   guarded<device::DriverError>([&] {
     const std::lock_guard lock(mutex_);
-    begin(tensor);
-    if (started_ == 1) weight_ = {weight};
+    begin(tensor, {weight});
     of(tensor).data = 0;
   });
   guarded([&] {
@@ -102,16 +96,13 @@ void StagedPlan::await_copies_back() {
 
 void StagedPlan::wait_on(device::StreamHandle stream) {
   std::unique_lock lock(mutex_);
-  throw_if_failed();
-  for (int t = 0; t < count(); ++t)
-    if (!of(t).started) throw Error(plan_.describe(t) + " was waited for but not started.");
-  await_end(lock, over_);
+  await_step(lock);
   lock.unlock();
   guarded([&] { back_->make_wait(stream); });
   lock.lock();
-  for (const auto& tensor : tensors_) tensor->started = tensor->in_plan = false;
-  started_ = in_plan_ = back_count_ = 0;
-  over_ = false;
+  for (const auto& tensor : tensors_) tensor->in_plan = false;
+  in_plan_ = back_count_ = 0;
+  forget_step();
 }
 
 void StagedPlan::second_on(const std::vector<device::Pointer>& data, device::StreamHandle stream) {
@@ -140,11 +131,8 @@ void StagedPlan::second_on(const std::vector<device::Pointer>& data, device::Str
 
 void StagedPlan::serve() {
   while (!stopping_) {
-    {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return stopping_ || (!error_ && !over_ && started_ > 0); });
-      if (stopping_) return;
-    }
+    await_start();
+    if (stopping_) return;
     team_.throw_if_failed();
     const bool arrived = take_arrivals();
     const bool given_back = give_back();
@@ -220,11 +208,7 @@ bool StagedPlan::give_back() {
     }
     if (++back_count_ < count()) continue;
     back_->record(in_->handle());
-    {
-      const std::lock_guard lock(mutex_);
-      over_ = true;
-    }
-    changed_.notify_all();
+    end_step();
     return true;
   }
 }

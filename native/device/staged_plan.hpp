@@ -42,8 +42,7 @@ class StagedPlan final : public DevicePlan {
     explicit Tensor(const device::Device& device) : ready(device), arrived(device) {}
     device::Event ready, arrived;
     device::Pointer data = 0;  // 0: on the host
-    bool started = false;      // by the caller
-    bool in_plan = false;      // and in the plan on the host
+    bool in_plan = false;      // started in the plan on the host
   };
 
   int updates() const override { return pipeline_ == nullptr ? 1 : pipeline_->updates(); }
@@ -52,7 +51,7 @@ class StagedPlan final : public DevicePlan {
   std::byte* place(int tensor) const { return places_ + plan_.layout().range(tensor).begin; }
   Tensor& of(int tensor) { return *tensors_[static_cast<size_t>(tensor)]; }
 
-  void begin(int tensor);
+  void begin(int tensor, const DeviceWeight& weight);
   void serve();
   bool take_arrivals();
   bool give_back();
@@ -76,11 +75,9 @@ class StagedPlan final : public DevicePlan {
 
   // With the lock:
   std::deque<int> on_their_way_;  // to the host, in the order of `out`
-  int started_ = 0, in_plan_ = 0;
-  int back_count_ = 0;  // the tensors before it are on their way back
-  DeviceWeight weight_;
+  int in_plan_ = 0;
+  int back_count_ = 0;          // the tensors before it are on their way back
   Clock::time_point moved_at_;  // when something last happened in this step
-  bool over_ = false;           // all are on their way back
 };
 
 }  // namespace keras_hpc
