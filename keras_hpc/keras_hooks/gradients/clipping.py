@@ -270,6 +270,7 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # ---- TensorFlow
 
+
 def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
     import tensorflow as tf
 

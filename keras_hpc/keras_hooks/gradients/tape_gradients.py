@@ -26,10 +26,14 @@ def remember(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     """
     for gradient, variable in zip(gradients, variables, strict=True):
         key = id(gradient)
-        _origins[key] = weakref.ref(gradient, lambda _, key=key: _origins.pop(key, None)), weakref.ref(variable)
+        _origins[key] = weakref.ref(gradient, functools.partial(_drop, key)), weakref.ref(variable)
     if variables:
         row = _row(variables)
         _differentiated[row] = [weakref.ref(variable, functools.partial(_forget, row)) for variable in variables]
+
+
+def _drop(key: int, _: Any) -> None:
+    _origins.pop(key, None)
 
 
 def _forget(row: tuple[Any, ...], variable: Any) -> None:
