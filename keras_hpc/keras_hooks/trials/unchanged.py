@@ -13,10 +13,14 @@ import keras
 
 @contextlib.contextmanager
 def attributes(owners: Iterable[Any]) -> Iterator[None]:
-    """Context after which numbers, tensors, lists and dictionaries among the attributes of objects are as they were."""
+    """Context after which numbers, tensors, lists and dictionaries among the attributes of objects are as they were.
+
+    So are the tensors in these lists and dictionaries, as those in which a step adds up gradients.
+    """
     owners = list(owners)
     kept = [(vars(one), {name: v for name, v in vars(one).items() if _may_change(v)}) for one in owners]
     put_back = [_to_put_back(value) for _, found in kept for value in found.values()]
+    put_back += [_to_put_back(value) for one in owners for value in _tensors_in(list(vars(one).values()))]
     try:
         with numbers(owners):
             yield
@@ -73,6 +77,16 @@ def _holds(value: Any) -> bool:
     """Return whether a value is a list or a dictionary: Keras' own too, not TensorFlow's, which note changes."""
     plain = type(value) in (list, dict) or type(value).__module__.startswith("keras.")
     return plain and isinstance(value, (list, dict))
+
+
+def _tensors_in(holders: Iterable[Any]) -> Iterator[Any]:
+    """Yield the tensors, and variables of the backend, in lists, dictionaries and tuples, also in those within."""
+    for holder in holders:
+        if not isinstance(holder, (list, tuple, dict)):
+            continue
+        items = list(holder.values() if isinstance(holder, dict) else holder)
+        yield from (item for item in items if keras.ops.is_tensor(item) and not isinstance(item, keras.Variable))
+        yield from _tensors_in(items)
 
 
 def _fill(value: Any, items: Any) -> None:
