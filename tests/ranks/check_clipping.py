@@ -6,7 +6,7 @@ import logging
 import keras
 import numpy as np
 import pytest
-from keras_cases import assert_close, assert_identical, enough_on, job, on_one_rank, values
+from keras_cases import assert_close, assert_identical, enough, enough_on, job, on_one_rank, values
 from regression import X, Y, dense
 
 import keras_hpc
@@ -171,6 +171,39 @@ def test_functions_of_tensorflow(by, traced):
         for _ in range(STEPS):
             with keras_hpc.step(samples=samples):
                 step(tf.constant(x), tf.constant(y))
+        return values(model)
+
+    compare(train)
+
+
+@in_tensorflow
+@pytest.mark.parametrize("by", ["global norm", *enough(["norm"])])
+@pytest.mark.parametrize("traced", [*enough([False]), True])
+@pytest.mark.parametrize("rule", [keras.optimizers.Adam, *enough([keras.optimizers.SGD])])
+def test_gradients_of_an_embedding(rule, traced, by):
+    """They are rows, of which a traced step does not know the number, and Adam takes a row that comes twice as two."""
+    import tensorflow as tf
+
+    def train(x, y, samples):
+        keras.utils.set_random_seed(3)
+        words = tf.constant((np.abs(x[:, :3]) * 5).astype("int32") % 7)
+        embedding, other = keras.layers.Embedding(7, 4), keras.layers.Dense(Y.shape[1])
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), embedding, keras.layers.Flatten(), other])
+        optimizer = rule(0.05)
+        optimizer.build(model.trainable_variables)
+        clip = clip_of_tensorflow(by, model.trainable_variables)
+
+        def update(x, y):
+            with tf.GradientTape() as tape:
+                loss = loss_of(model, x, y)
+            gradients = clip(tape.gradient(loss, model.trainable_variables))
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        any_number = [tf.TensorSpec((None, 3), tf.int32), tf.TensorSpec((None, Y.shape[1]))]
+        step = tf.function(update, input_signature=any_number) if traced else update
+        for _ in range(STEPS):
+            with keras_hpc.step(samples=samples):
+                step(words, tf.constant(y))
         return values(model)
 
     compare(train)

@@ -8,6 +8,7 @@ weights get the same gradients, and must be the same bits.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,8 @@ def gather(team: Any, gradient: Any, share: Any) -> Any:
     """Return a sparse gradient with the rows of all ranks, as one rank has it on the global batch. Collective.
 
     Adding up rows into a dense gradient instead would change Adam, which Keras gives every row of its own.
-    Rows that ranks look up alike, whatever their samples, are one on one rank: they are added up.
+    Rows that ranks look up alike, whatever their samples, are one on one rank: they are added up. So are rows that were
+    gathered before, as those of gradients that a script then clips: all ranks have them.
 
     Args:
         team: the `Team`.
@@ -40,9 +42,16 @@ def gather(team: Any, gradient: Any, share: Any) -> Any:
     """
     import tensorflow as tf
 
+    again = _is_gathered(gradient.indices)
     kept = tf.where(share > 0, tf.shape(gradient.indices)[0], 0)
     values = gradient.values[:kept] * tf.cast(share, gradient.values.dtype)
     everyones = backends.current().allgather_rows
+    if again:
+        number, values = tf.shape(gradient.indices)[0], everyones(team, values)
+        places = tf.range(tf.shape(values)[0]) % tf.maximum(number, 1)
+        return tf.IndexedSlices(
+            tf.math.unsorted_segment_sum(values, places, number), gradient.indices, gradient.dense_shape
+        )
     count = gradient.indices.shape[0] or 0  # else their number depends on the batch
     counts = everyones(team, tf.stack([[count, kept]]))[:, 0]
     values, indices = everyones(team, values), everyones(team, gradient.indices[:kept])
@@ -61,7 +70,21 @@ def gather(team: Any, gradient: Any, share: Any) -> Any:
         lambda: (tf.reduce_sum(tf.reshape(values, (-1, count, *values.shape[1:])), axis=0), asked()[0]),
         lambda: (values, indices),
     )
+    _remember(both[1])
     return tf.IndexedSlices(*both, gradient.dense_shape)
+
+
+_gathered: dict[int, Any] = {}  # by their ids: tensors of the numbers of gathered rows, weak
+
+
+def _remember(indices: Any) -> None:
+    key = id(indices)
+    _gathered[key] = weakref.ref(indices, lambda _: _gathered.pop(key, None))
+
+
+def _is_gathered(indices: Any) -> bool:
+    known = _gathered.get(id(indices))
+    return known is not None and known() is indices
 
 
 def align(model: Any, team: Any, call: str) -> None:

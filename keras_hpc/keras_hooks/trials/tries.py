@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import keras
@@ -179,6 +179,8 @@ def _from_the_same_state(
         moved = [_difference(new, old) for new, old in zip(metrics, rest[0][-1], strict=True)]
         return norms, [(trainable, others, *optimizer, rest[0][-1])], moved
     held = [v for v in (*model.non_trainable_variables, *model.metrics_variables) if id(v) not in seeds_of]
+    if hasattr(program, "get_concrete_function"):
+        held += _variables_of_a_script(model, program.get_concrete_function(*rest, data).graph.variables)
     values = [backend.to_numpy(variable) for variable in held]
     norms, rest = program(*rest, data)
     before = {id(variable): value for variable, value in zip(held, values, strict=True)}
@@ -186,6 +188,18 @@ def _from_the_same_state(
     for variable, value in zip(held, values, strict=True):
         backend.assign(variable, value)
     return norms, rest, moved
+
+
+def _variables_of_a_script(model: Any, used: Sequence[Any]) -> list[Any]:
+    """Return those of TensorFlow's variables that Keras does not know, wherever a script keeps them.
+
+    Without states of its random generators, which go on from one try to the next, as Keras' do.
+    """
+    optimizers = variables.optimizers_of(model)
+    known = [*model.variables, *model.metrics_variables, *(v for one in optimizers for v in one.variables)]
+    held = {id(variable.value) for variable in known}
+    others = [variable for variable in used if id(variable) not in held]
+    return [v for v in others if v.dtype.is_floating or v.dtype.is_bool or v.shape.rank == 0]
 
 
 @np.errstate(invalid="ignore")  # made-up samples may give infinities

@@ -5,18 +5,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 
+_LIBRARIES = {"keras", "keras_hpc", "tensorflow", "torch", "jax", "jaxlib", "numpy"}  # whose objects are no user's own
+
 
 @contextlib.contextmanager
 def attributes(owners: Iterable[Any]) -> Iterator[None]:
-    """Context after which numbers, tensors, lists and dictionaries among the attributes of objects are as they were."""
-    owners = list(owners)
+    """Context after which numbers, tensors, lists and dictionaries among the attributes of objects are as they were.
+
+    So are the tensors in these lists and dictionaries, as those in which a step adds up gradients, and the attributes
+    of objects of the user's own there, as one that anneals a weight.
+    """
+    owners = _with_helpers(owners)
     kept = [(vars(one), {name: v for name, v in vars(one).items() if _may_change(v)}) for one in owners]
     put_back = [_to_put_back(value) for _, found in kept for value in found.values()]
+    put_back += [_to_put_back(value) for one in owners for value in _tensors_in(list(vars(one).values()))]
     try:
         with numbers(owners):
             yield
@@ -73,6 +81,42 @@ def _holds(value: Any) -> bool:
     """Return whether a value is a list or a dictionary: Keras' own too, not TensorFlow's, which note changes."""
     plain = type(value) in (list, dict) or type(value).__module__.startswith("keras.")
     return plain and isinstance(value, (list, dict))
+
+
+def _with_helpers(owners: Iterable[Any]) -> list[Any]:
+    """Return the objects, and those of classes of the user's own that they keep, also in lists and dictionaries."""
+    found = {id(one): one for one in owners}
+    left = list(found.values())
+    while left:
+        more = [one for one in _items_of(list(vars(left.pop()).values())) if _is_helper(one) and id(one) not in found]
+        found.update((id(one), one) for one in more)
+        left += more
+    return list(found.values())
+
+
+def _is_helper(value: Any) -> bool:
+    package = type(value).__module__.split(".")[0]
+    is_known = package in sys.stdlib_module_names or package in _LIBRARIES
+    of_keras = isinstance(value, (keras.Layer, keras.Variable, keras.optimizers.Optimizer))  # others look after these
+    return not (is_known or of_keras) and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _items_of(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield values, and what is in those that are lists, dictionaries and tuples, also in those within."""
+    left, seen = [*values], set()
+    while left:
+        value = left.pop()
+        if not isinstance(value, (list, tuple, dict)):
+            yield value
+        elif id(value) not in seen:  # one may be in itself
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the tensors, and variables of the backend, in lists, dictionaries and tuples."""
+    holders = [value for value in values if isinstance(value, (list, tuple, dict))]
+    yield from (x for x in _items_of(holders) if keras.ops.is_tensor(x) and not isinstance(x, keras.Variable))
 
 
 def _fill(value: Any, items: Any) -> None:
