@@ -302,16 +302,16 @@ class Plan:
         ranks = {len(x.shape) for x in (*inputs, output) if x.shape}
         extents = {(a, x.shape[a]) for x in inputs for a in split if len(x.shape) > a}
         fits = all(extent in (1, output.shape[a]) for a, extent in extents if len(output.shape) > a)
-        if len(ranks) > 1 or not fits or _has_constants(node):
+        if len(ranks) > 1 or not fits or _has_constants(node, split):
             return self._everything(node, before)
         wanted = [frozenset(a for a in split if x.shape and x.shape[a] == output.shape[a]) for x in inputs]
         fetches = (fetch(self.grid, x.shape, h, w) for x, h, w in zip(inputs, before, wanted, strict=True))
         return Step("layer", (split,) * len(node.outputs), tuple(fetches))
 
     def _operation(self, node: Any, before: Sequence[Split], effect: operations.Effect) -> Step:
-        if _has_constants(node):
-            return self._everything(node, before)
         have: Split = frozenset().union(*before)
+        if _has_constants(node, have):
+            return self._everything(node, before)
         windows = {axis: window for axis, window in effect.windows.items() if axis in have}
         large = {a for a, window in windows.items() if window.outputs >= self.grid.parts[a - 1] * self.min_rows}
         split = have & (effect.kept | large)
@@ -359,13 +359,19 @@ def _with_extents(model: Any, inputs: Sequence[Any]) -> Any:
     return keras.Model(known, outputs, name=model.name)
 
 
-def _has_constants(node: Any) -> bool:
-    """Return whether an operand has positions, but is no tensor of the model: nobody says which part it is."""
+def _has_constants(node: Any, split: Split) -> bool:
+    """Return whether an operand has positions, but is no tensor of the model: nobody says which part it is.
+
+    Args:
+        node: of a functional model.
+        split: along which axes its inputs are split. The last one is among them where channels are gone: `x[..., 0]`.
+    """
+    last = len(node.outputs[0].shape) - 1 in split
     kept = () if isinstance(node.operation, keras.layers.Layer) else vars(node.operation).values()
     arrays = [value for value in kept if hasattr(value, "shape")]  # as the limits of `keras.ops.clip`
     for value in keras.tree.flatten((node.arguments.args, node.arguments.kwargs, arrays)):
         shape = np.shape(value) if not hasattr(value, "shape") else tuple(value.shape)
-        if not isinstance(value, keras.KerasTensor) and any(n > 1 for n in shape[:-1]):
+        if not isinstance(value, keras.KerasTensor) and any(n > 1 for n in (shape if last else shape[:-1])):
             return True
     return False
 

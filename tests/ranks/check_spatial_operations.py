@@ -97,6 +97,9 @@ OPERATIONS = {
     ),
     "constant": lambda x: x * np.linspace(0, 1, x.shape[1]).reshape(-1, 1, 1).astype("float32"),
     "clipped": lambda x: ops.clip(x, -1, np.linspace(0, 1, x.shape[1]).reshape(-1, 1, 1).astype("float32")),
+    "constant of the last axis": lambda x: (
+        x * ops.expand_dims(ops.mean(x, axis=(2, 3)) * np.linspace(0, 1, x.shape[1], dtype="float32"), (2, 3))
+    ),
     "over rows": lambda x: layers.TimeDistributed(layers.Conv1D(3, 3, padding="same"))(x),
     "recurrent": lambda x: layers.TimeDistributed(layers.SimpleRNN(3, return_sequences=True))(x),
     "attention": lambda x: layers.MultiHeadAttention(2, 3, attention_axes=(1, 2))(x, x),
