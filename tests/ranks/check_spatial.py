@@ -113,9 +113,13 @@ def test_fit_evaluate_and_predict(network, grid, tmp_path):
         model.save(tmp_path / "model.keras")
         with keras_hpc.local():
             loaded = keras.saving.load_model(tmp_path / "model.keras")
-            x, _ = samples(model, 7)
-            np.testing.assert_allclose(loaded.predict(x, verbose=0), expected["outputs"], rtol=2e-5, atol=5e-5)
+            x, y = samples(model, 7)
+            for one in (loaded, model):  # the latter has been compiled with what all ranks exchange
+                np.testing.assert_allclose(one.predict(x, verbose=0), expected["outputs"], rtol=2e-5, atol=5e-5)
+            np.testing.assert_allclose(model.evaluate(x, y, batch_size=3, verbose=0), expected["scores"], rtol=5e-5)
     keras_hpc.barrier()
+    outputs = model.predict(samples(model, 7)[0], batch_size=2, verbose=0)  # and now for rank 0 alone
+    np.testing.assert_allclose(outputs, expected["outputs"], rtol=2e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize("training", enough([True, False], "torch"))
