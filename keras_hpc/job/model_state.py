@@ -36,7 +36,6 @@ class ModelState:
         early_start: its hooks that start reductions in backward (PyTorch).
         runner: computes it in parts (`spatial.run.Runner`); None: it does not, or nobody has asked yet.
         is_planned: whether it is known how it is computed.
-        is_made_alone: of what Keras has compiled for its calls, by name: whether that was inside `local`.
         needs_whole_outputs: whether outputs of what is computed in parts are gathered in each step, for its losses.
         outputs_are_decided: whether its losses and metrics were asked for that since it was compiled.
         checked_calls: in how many calls ranks of a group have compared their samples.
@@ -62,7 +61,6 @@ class ModelState:
     early_start: Any = None
     runner: Any = None
     is_planned: bool = False
-    is_made_alone: dict[str, bool] = dataclasses.field(default_factory=dict)
     needs_whole_outputs: bool = False
     outputs_are_decided: bool = False
     checked_calls: int = 0
@@ -171,7 +169,7 @@ class Known:
         self.has_failed = True
         before = self.model(model)
         kept = "step_modes", "jit_compile", "runner", "is_planned", "needs_whole_outputs", "outputs_are_decided"
-        self._models[model] = ModelState(**{name: getattr(before, name) for name in (*kept, "is_made_alone")})
+        self._models[model] = ModelState(**{name: getattr(before, name) for name in kept})
         for owner, key in _entries(self._keys):
             if int(key.lstrip(string.ascii_letters)) >= first:
                 del self._keys[owner]

@@ -81,8 +81,8 @@ def uninstall(job: Any) -> None:
     for model, state in job.known.models():
         if state.jit_compile is not None:
             model.jit_compile = state.jit_compile
-        if state.step_modes:
-            model.train_function = model.test_function = None
+        for kind in state.step_modes:
+            setattr(model, f"{kind}_function", None)
         if state.early_start is not None:
             state.early_start.remove()
 

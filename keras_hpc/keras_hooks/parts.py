@@ -28,14 +28,6 @@ from keras_hpc.spatial.run import Order, Runner
 
 Method = Callable[..., Any]
 MIN_ROWS = 4
-CALLS = {  # and what Keras keeps that it has compiled for them
-    "fit": "train_function",
-    "train_on_batch": "train_function",
-    "evaluate": "test_function",
-    "test_on_batch": "test_function",
-    "predict": "predict_function",
-    "predict_on_batch": "predict_function",
-}
 CHECKED_CALLS = 3  # in which samples are compared, of each model
 
 
@@ -46,8 +38,9 @@ def install(job: Any, patcher: Any) -> None:
     trainer = keras_private.get(keras_private.TRAINER)
     function, functional = keras_private.get(keras_private.FUNCTION), keras_private.get(keras_private.FUNCTIONAL)
     patcher.patch(trainer, "compile", _compile)
-    for name, compiled in CALLS.items():
-        patcher.patch(keras_private.backend_trainer(), name, functools.partial(_planned, compiled))
+    for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
+        patcher.patch(keras_private.backend_trainer(), name, _planned)
+    patcher.patch(keras_private.backend_trainer(), "make_predict_function", _make_predict_function)
     patcher.patch(function, "_run_through_graph", _run_through_graph)
     patcher.patch(functional, "input_spec", _input_spec)
 
@@ -71,7 +64,7 @@ def use(model: Any, plan: Plan) -> None:
         state = known.model(one)
         state.runner, state.is_planned = runner, True
     _forget_outputs(model)
-    for name in set(CALLS.values()):
+    for name in ("train_function", "test_function", "predict_function"):
         if getattr(model, name, None) is not None:
             setattr(model, name, None)  # they may have compiled what is not true any more
 
@@ -130,22 +123,33 @@ def _plan_compiled(model: Any) -> None:
         )
 
 
-def _planned(compiled: str, original: Method) -> Method:
-    """Plan a model that was compiled before there was a job, and compile what communicates for no rank alone."""
+def _planned(original: Method) -> Method:
+    """Plan a model that was compiled before there was a job."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_known = current.is_local() or not self.compiled or current.job().known.model(self).is_planned
         if not is_known and (isinstance(self, keras.Sequential) or hasattr(functional_of(self), "_nodes_by_depth")):
             _plan_compiled(self)
-        if runner_of(self) is not None:
-            made = current.job().known.model(self).is_made_alone
-            if made.setdefault(compiled, current.is_local()) != current.is_local():
-                made[compiled] = current.is_local()
-                setattr(self, compiled, None)
         return original(self, *args, **kwargs)
 
     return call
+
+
+def _make_predict_function(original: Method) -> Method:
+    """Make it anew where a rank alone follows all ranks, or they follow it: it has compiled what they exchange, or not.
+
+    Those of training and of `evaluate` are made anew in every job (step_functions.py).
+    """
+
+    @functools.wraps(original)
+    def make(self: Any, force: bool = False) -> Any:
+        modes, alone = current.job().known.model(self).step_modes, current.is_local()
+        force = force or modes.get("predict", alone) != alone
+        modes["predict"] = alone
+        return original(self, force=force)
+
+    return make
 
 
 def runner_of(model: Any) -> Runner | None:
