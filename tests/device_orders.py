@@ -8,13 +8,13 @@ import contextlib
 import ctypes
 from pathlib import Path
 
-import nccl_steps
+import direct_steps
 import numpy as np
 import pytest
 from device_steps import COUNTS, DTYPES, Step, steps, team_allreduce
 from fake_cuda import Stream, Tensor, driver
 from in_process import as_bytes, check, data_of, run
-from nccl_steps import Ids, NcclStep
+from direct_steps import Ids, DirectStep
 
 import keras_hpc
 from keras_hpc import _native
@@ -222,14 +222,14 @@ def by_nccl():
             assert np.allclose(x, 4 * share + number, rtol=1e-5)
             assert np.allclose(n, 4 * share, rtol=1e-5)
     # And with a weight that the host knows, where nothing but its own event says that a tensor is there.
-    _check_steps(run(NODES, lambda team, rank: nccl_steps.steps(team, rank, ids, 3)))
+    _check_steps(run(NODES, lambda team, rank: direct_steps.steps(team, rank, ids, 3)))
 
 
 def by_nccl_within_nodes():
     """What goes between nodes is copied from the device before, and after it is reduced back."""
     nodes = [0, 0, 1, 1]
-    many = nccl_steps.Nodes(nodes)
-    results = many.run(lambda team, rank: nccl_steps.steps(team, rank, many, 2))
+    many = direct_steps.Nodes(nodes)
+    results = many.run(lambda team, rank: direct_steps.steps(team, rank, many, 2))
     for number in range(2):
         check([of_rank[number] for of_rank in results], nodes, COUNTS, DTYPES, "mean", step=number)
 
@@ -239,7 +239,7 @@ def failing_steps_by_nccl():
     ids = Ids(2)
 
     def work(team, rank):
-        step = NcclStep(team, rank, ids)
+        step = DirectStep(team, rank, ids)
         step.start(data_of(rank, COUNTS, DTYPES))
         step.wait()
         team.barrier()

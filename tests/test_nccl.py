@@ -11,7 +11,7 @@ from device_orders import engine
 from device_steps import COUNTS, DTYPES
 from fake_cuda import Stream, Tensor, driver, nccl
 from in_process import SOON, check, data_of, run
-from nccl_steps import Ids, NcclStep, host_and_device, steps
+from direct_steps import Ids, DirectStep, host_and_device, steps
 
 from keras_hpc import _native
 
@@ -63,7 +63,7 @@ def test_large_float16_do_not_overflow():
     ids = Ids(4)
 
     def work(team, rank):
-        with contextlib.closing(NcclStep(team, rank, ids, weighted=True, counts=[50], dtypes=["float16"])) as step:
+        with contextlib.closing(DirectStep(team, rank, ids, weighted=True, counts=[50], dtypes=["float16"])) as step:
             step.start([np.full(50, 60000.0, np.float16)], 64.0)
             return step.wait()[0]
 
@@ -122,7 +122,7 @@ def test_an_error_in_a_step_is_one_on_all_ranks(call, fake):
     ids = Ids(3)
 
     def work(team, rank):
-        with contextlib.closing(NcclStep(team, rank, ids, weighted=True)) as step:
+        with contextlib.closing(DirectStep(team, rank, ids, weighted=True)) as step:
             step.start(data_of(rank, COUNTS, DTYPES), 1.0 + rank)
             step.wait()
             team.barrier()
@@ -160,7 +160,7 @@ def test_a_rank_that_does_not_come_is_an_error_in_time(how, nodes):
     everyone = threading.Barrier(2)
 
     def work(team, rank):
-        with contextlib.closing(NcclStep(team, rank, ids)) as step:
+        with contextlib.closing(DirectStep(team, rank, ids)) as step:
             if rank == 0:
                 step.start(data_of(rank, COUNTS, DTYPES))
                 with pytest.raises(_native.Error) as error:
@@ -186,8 +186,8 @@ def test_plans_started_together_keep_one_order():
 
     def work(team, rank):
         with (
-            contextlib.closing(NcclStep(team, rank, ids, weighted=True)) as first,
-            contextlib.closing(NcclStep(team, rank, ids)) as second,
+            contextlib.closing(DirectStep(team, rank, ids, weighted=True)) as first,
+            contextlib.closing(DirectStep(team, rank, ids)) as second,
         ):
             found = []
             for number in range(STEPS):
@@ -210,7 +210,7 @@ def test_a_plan_that_ends_in_a_step_leaves_the_team_alone():
     ids = Ids(2)
 
     def work(team, rank):
-        with contextlib.closing(NcclStep(team, rank, ids)) as step:
+        with contextlib.closing(DirectStep(team, rank, ids)) as step:
             if rank == 0:
                 step.start(data_of(rank, COUNTS, DTYPES))
                 driver().fake_finish(step.stream.handle)
@@ -228,7 +228,7 @@ def test_bad_input():
     ids = Ids(1)
 
     def work(team, rank):
-        with contextlib.closing(NcclStep(team, rank, ids)) as step:
+        with contextlib.closing(DirectStep(team, rank, ids)) as step:
             arrays = data_of(rank, COUNTS, DTYPES)
             elsewhere = Tensor(arrays[0], device=1)
             with pytest.raises(_native.Error, match=r"'t0' is on another GPU than its plan.*Received: GPU 1"):

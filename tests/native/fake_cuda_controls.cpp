@@ -69,10 +69,10 @@ EXPORT int fake_calls(const char* name) {
   const std::lock_guard lock(world);
   return calls[name];
 }
-// Streams, events, pinned ranges, allocations and contexts that are still there.
+// Streams, events, modules, pinned ranges, allocations and contexts that are still there.
 EXPORT int fake_left() {
   const std::lock_guard lock(world);
-  int left = streams + events + static_cast<int>(pinned.size() + memory.count());
+  int left = streams + events + modules + static_cast<int>(pinned.size() + memory.count());
   for (const auto& [device, times] : contexts) left += times;
   return left;
 }

@@ -1,11 +1,11 @@
-"""What a rank has on a GPU that is not there, whose tensors a fake NCCL reduces from GPU to GPU."""
+"""What a rank has on a GPU that is not there, whose tensors are reduced from GPU to GPU: by a fake NCCL, or a kernel."""
 
 import contextlib
 import threading
 
 import numpy as np
 from device_steps import COUNTS, DTYPES, Step
-from fake_cuda import Stream, Tensor, driver, nccl
+from fake_cuda import Stream, Tensor, driver, nccl, nvrtc
 from in_process import EVERY_SIZE, as_bytes, data_of, run
 
 from keras_hpc import _native
@@ -28,8 +28,9 @@ class Ids:
         return self._id
 
     def open(self, plan, rank):
-        """Open a plan's device. Collective."""
+        """Open a plan's device, whose number this returns. Collective."""
         plan.open_nccl(rank, self.next())
+        return rank
 
 
 class Nodes:
@@ -47,7 +48,7 @@ class Nodes:
         self._ids = [_native.nccl_id() for _ in set(self._nodes)]
 
     def open(self, plan, rank):
-        """Open a plan's device. Collective."""
+        """Open a plan's device, whose number this returns. Collective."""
         self._meeting.wait(30)
         number, node = self._nodes[:rank].count(self._nodes[rank]), self._nodes[rank]
         if rank not in self.peers:
@@ -55,6 +56,7 @@ class Nodes:
             peers.add_choice("network", 0, EVERY_SIZE, "pairwise")
             self.peers[rank] = peers
         plan.open_nccl(rank, self._ids[node], self.peers[rank])
+        return rank
 
     def run(self, work, **options):
         """As in_process.run."""
@@ -70,7 +72,20 @@ class Nodes:
         return run(self._nodes, and_close, timeout=self._timeout, **options)
 
 
-class NcclStep(Step):
+class Peers:
+    """For plans that a kernel reduces; `gpus`: how many the ranks share."""
+
+    def __init__(self, gpus=4):
+        nvrtc()
+        self._gpus = gpus
+
+    def open(self, plan, rank):
+        """Open a plan's device, whose number this returns. Collective."""
+        plan.open_peer(rank % self._gpus)
+        return rank % self._gpus
+
+
+class DirectStep(Step):
     """A plan, a stream and tensors of a rank, on the GPU of its number."""
 
     def __init__(
@@ -78,9 +93,9 @@ class NcclStep(Step):
     ):
         self.counts, self.dtypes = counts, dtypes
         specs = [(f"t{i}", dtype, n) for i, (n, dtype) in enumerate(zip(counts, dtypes, strict=True))]
-        self.plan = team.plan("by nccl", specs, op, weighted, wire, in_segment=True, bucket_bytes=bucket_bytes)
-        ids.open(self.plan, rank)
-        self.begin([Tensor(array, rank) for array in data_of(rank, counts, dtypes)], rank)
+        self.plan = team.plan("direct", specs, op, weighted, wire, in_segment=True, bucket_bytes=bucket_bytes)
+        device = ids.open(self.plan, rank)
+        self.begin([Tensor(array, device) for array in data_of(rank, counts, dtypes)], rank)
 
     def abandon(self, team):
         """What cannot go on, ends with its team."""
@@ -94,7 +109,7 @@ class NcclStep(Step):
 
 def steps(team, rank, ids, count, weights=None, poison=(), **options):
     """Return the results of steps; `poison`: ranks all of whose values are NaN."""
-    with contextlib.closing(NcclStep(team, rank, ids, weighted=weights is not None, **options)) as step:
+    with contextlib.closing(DirectStep(team, rank, ids, weighted=weights is not None, **options)) as step:
         results = []
         for number in range(count):
             arrays = data_of(rank, step.counts, step.dtypes, number)
