@@ -72,15 +72,14 @@ def _way(plan: Plan, device: int) -> str:
     for way in ("staged", *ways):
         problem = no_trial or _open(trial, device, way)
         if not problem:
-            seconds[way], problem = _seconds(trial, memory[0]), _check(trial, memory[0])
+            taken, problem = _seconds(trial, memory[0]), "" if way == "staged" else _check(trial, memory[0])
             trial.close_device()
         if not problem:
-            continue
-        if way == "staged":
+            seconds[way] = taken
+        elif way == "staged":
             no_trial = problem
         else:
             _say(team, f"{_NAMES[way]} is not used; {problem}")
-            seconds.pop(way, None)
             team.lacks_ways.add(way)  # not kept for the next job, which may have it
     trial.end()
     fastest = min(seconds, key=lambda way: seconds[way] * (_GAIN if way in _BY_NCCL else 1), default="staged")
