@@ -1,12 +1,14 @@
-"""What a rank has on a GPU that is not there, whose tensors are reduced from GPU to GPU: by a fake NCCL, or a kernel."""
+"""What a rank has on a GPU that is not there, reduced from GPU to GPU by a fake NCCL, or a kernel."""
 
 import contextlib
 import threading
+import time
 
 import numpy as np
-from device_steps import COUNTS, DTYPES, Step
+import pytest
+from device_steps import COUNTS, DTYPES, Step, engine
 from fake_cuda import Stream, Tensor, driver, nccl, nvrtc
-from in_process import EVERY_SIZE, as_bytes, data_of, run
+from in_process import EVERY_SIZE, SOON, as_bytes, data_of, run
 
 from keras_hpc import _native
 
@@ -120,8 +122,7 @@ def steps(team, rank, ids, count, weights=None, poison=(), **options):
         return results
 
 
-def host_and_device(team, rank, ids, count):
-    """Steps in which a tensor is on the host, and another one now here, now there, now zeros."""
+def _host_and_device(team, rank, ids, count):
     specs = [("x", "float32", 5000), ("n", "float32", 3), ("y", "float32", 100)]
     plan = team.plan("mixed", specs, "mean", True, in_segment=True)
     ids.open(plan, rank)
@@ -146,3 +147,80 @@ def host_and_device(team, rank, ids, count):
     x.free()
     y.free()
     return found
+
+
+def check_host_and_device(ids):
+    """Steps in which a tensor is on the host, and another one now here, now there, now zeros."""
+    for found in run([0, 0], lambda team, rank: _host_and_device(team, rank, ids, 6)):
+        for number, (x, n, y) in enumerate(found):
+            assert (x == 3.0 + number).all()
+            assert (n == 3.0 + number).all()
+            assert (y == (0.0 if number % 3 == 2 else 1.0)).all()
+
+
+def check_weights_on_the_device(ids, dtype):
+    """Steps whose weights a kernel of the framework has computed."""
+
+    def work(team, rank):
+        plan = team.plan("x", [("x", "float32", 5000)], "mean", True, in_segment=True)
+        ids.open(plan, rank)
+        stream, x, weight = Stream(), Tensor(np.empty(5000, np.float32), rank), Tensor(np.empty(1, dtype), rank)
+        found = []
+        for number in range(4):
+            weight.write(stream, np.full(1, 1 + 2 * rank if number % 2 else 2, dtype))
+            x.write(stream, np.full(5000, 4.0 * rank + number, np.float32))
+            assert engine.khpc_start_on(plan.id, 0, x.address, weight.address, weight.nbytes, stream.handle) == 0
+            assert engine.khpc_wait_on(plan.id, stream.handle) == 0
+            found.append(x.read(stream))
+        with pytest.raises(_native.Error, match="is not pipelined"):
+            plan.second_on([x.address], stream.handle)
+        plan.end()
+        stream.close()
+        x.free()
+        weight.free()
+        return found
+
+    for found in run([0, 0], work):
+        for number, mean in enumerate(found):
+            assert (mean == (3.0 if number % 2 else 2.0) + number).all()
+
+
+def error_without_the_other(ids, how, nodes):
+    """Return what rank 0 hears whose step another rank does not come to: because it is late, or has closed its team."""
+    everyone = threading.Barrier(2)
+
+    def work(team, rank):
+        with contextlib.closing(DirectStep(team, rank, ids)) as step:
+            if rank == 0:
+                step.start(data_of(rank, COUNTS, DTYPES))
+                with pytest.raises(_native.Error) as error:
+                    step.wait()
+                step.abandon(team)
+                everyone.wait(30)
+                return str(error.value)
+            if how == "closed":
+                team.close()
+                step.is_over = True
+            everyone.wait(30)
+            step.abandon(team)
+            return ""
+
+    return run(nodes, work, timeout=1.5 if how == "late" else 15)[0]
+
+
+def check_end_in_a_step(ids):
+    """What a plan that ends has under way is ended, though the other rank has not come; and the team goes on."""
+
+    def work(team, rank):
+        with contextlib.closing(DirectStep(team, rank, ids)) as step:
+            if rank == 0:
+                step.start(data_of(rank, COUNTS, DTYPES))
+                driver().fake_finish(step.stream.handle)
+                driver().fake_in_step(0)
+            begin = time.monotonic()
+            step.plan.end()
+            step.is_over = True
+            team.barrier()
+            assert time.monotonic() - begin < SOON
+
+    run([0, 0], work)

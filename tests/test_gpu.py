@@ -164,7 +164,7 @@ def soak_of(*hows):
     ],
 )
 def test_a_rank_that_fails_in_the_middle_of_a_step_ends_the_job(how, said, run_ranks, tmp_path):
-    env = {"TESTS_FAKE_GPU": str(fake_cuda.build(tmp_path))}
+    env = {"TESTS_FAKE_GPU": str(fake_cuda.build(tmp_path)), "KERAS_HPC_ALLREDUCE": "device:0-=staged"}
     within_nodes = "within nodes" in how
     if how.endswith("nccl"):
         env |= _by_nccl(tmp_path, "hierarchical" if within_nodes else "nccl")

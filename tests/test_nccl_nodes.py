@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 from device_steps import COUNTS, DTYPES
+from direct_steps import DirectStep, Nodes, host_and_device, steps
 from fake_cuda import driver, nccl
 from in_process import SOON, check, data_of
-from direct_steps import DirectStep, Nodes, host_and_device, steps
 
 from keras_hpc import _native
 

@@ -2,16 +2,22 @@
 
 import contextlib
 import re
-import threading
 import time
 
 import numpy as np
 import pytest
-from device_orders import engine
 from device_steps import COUNTS, DTYPES, fresh_driver
-from direct_steps import DirectStep, Peers, host_and_device, steps
-from fake_cuda import Stream, Tensor, driver, nvrtc
-from in_process import SOON, as_bytes, check, data_of, run
+from direct_steps import (
+    DirectStep,
+    Peers,
+    check_end_in_a_step,
+    check_host_and_device,
+    check_weights_on_the_device,
+    error_without_the_other,
+    steps,
+)
+from fake_cuda import Stream, Tensor, nvrtc
+from in_process import as_bytes, check, data_of, run
 
 from keras_hpc import _native
 
@@ -52,9 +58,7 @@ def test_means_have_the_bits_of_the_host(weights, gpus, bucket_bytes):
     n = 3 if weights is None else len(weights)
     nobody = [rank for rank in range(n) if weights and weights[rank] == 0]
     peers = Peers(gpus)
-    found = run(
-        [0] * n, lambda team, rank: steps(team, rank, peers, STEPS, weights, nobody, bucket_bytes=bucket_bytes)
-    )
+    found = run([0] * n, lambda team, rank: steps(team, rank, peers, STEPS, weights, nobody, bucket_bytes=bucket_bytes))
     expected = run([0] * n, lambda team, rank: on_the_host(team, rank, STEPS, weights, nobody))
     for rank in range(n):
         for number in range(STEPS):
@@ -109,40 +113,12 @@ def test_every_value_of_16_bits():
 
 
 def test_tensors_on_the_host_beside_others():
-    peers = Peers()
-    for found in run([0, 0], lambda team, rank: host_and_device(team, rank, peers, 6)):
-        for number, (x, n, y) in enumerate(found):
-            assert (x == 3.0 + number).all()
-            assert (n == 3.0 + number).all()
-            assert (y == (0.0 if number % 3 == 2 else 1.0)).all()
+    check_host_and_device(Peers())
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_weights_that_the_device_has(dtype):
-    nvrtc()
-
-    def work(team, rank):
-        plan = team.plan("x", [("x", "float32", 5000)], "mean", True, in_segment=True)
-        plan.open_peer(rank)
-        stream, x, weight = Stream(), Tensor(np.empty(5000, np.float32), rank), Tensor(np.empty(1, dtype), rank)
-        found = []
-        for number in range(4):
-            weight.write(stream, np.full(1, 1 + 2 * rank if number % 2 else 2, dtype))
-            x.write(stream, np.full(5000, 4.0 * rank + number, np.float32))
-            assert engine.khpc_start_on(plan.id, 0, x.address, weight.address, weight.nbytes, stream.handle) == 0
-            assert engine.khpc_wait_on(plan.id, stream.handle) == 0
-            found.append(x.read(stream))
-        with pytest.raises(_native.Error, match="is not pipelined"):
-            plan.second_on([x.address], stream.handle)
-        plan.end()
-        stream.close()
-        x.free()
-        weight.free()
-        return found
-
-    for found in run([0, 0], work):
-        for number, mean in enumerate(found):
-            assert (mean == (3.0 if number % 2 else 2.0) + number).all()
+    check_weights_on_the_device(Peers(), dtype)
 
 
 CALLS = ["cuLaunchKernel", "cuMemcpyDtoDAsync", "cuEventQuery"]
@@ -188,26 +164,7 @@ def test_an_error_in_a_step_is_one_on_all_ranks(call, fake):
 
 @pytest.mark.parametrize("how", ["late", "closed"])
 def test_a_rank_that_does_not_come_is_an_error_in_time(how):
-    peers = Peers()
-    everyone = threading.Barrier(2)
-
-    def work(team, rank):
-        with contextlib.closing(DirectStep(team, rank, peers)) as step:
-            if rank == 0:
-                step.start(data_of(rank, COUNTS, DTYPES))
-                with pytest.raises(_native.Error) as error:
-                    step.wait()
-                step.abandon(team)
-                everyone.wait(30)
-                return str(error.value)
-            if how == "closed":
-                team.close()
-                step.is_over = True
-            everyone.wait(30)
-            step.abandon(team)
-            return ""
-
-    text = run([0, 0], work, timeout=1.5 if how == "late" else 15)[0]
+    text = error_without_the_other(Peers(), how, [0, 0])
     assert ("The node's GPUs have not reduced the tensors" if how == "late" else "rank 1") in text
 
 
@@ -240,21 +197,7 @@ def test_plans_of_two_teams_at_the_same_time():
 
 
 def test_a_plan_that_ends_in_a_step_leaves_the_team_alone():
-    peers = Peers()
-
-    def work(team, rank):
-        with contextlib.closing(DirectStep(team, rank, peers)) as step:
-            if rank == 0:
-                step.start(data_of(rank, COUNTS, DTYPES))
-                driver().fake_finish(step.stream.handle)
-                driver().fake_in_step(0)
-            begin = time.monotonic()
-            step.plan.end()
-            step.is_over = True
-            team.barrier()
-            assert time.monotonic() - begin < SOON
-
-    run([0, 0], work)
+    check_end_in_a_step(Peers())
 
 
 @pytest.mark.parametrize("call", ["cuMemAlloc", "cuIpcGetMemHandle", "cuModuleLoadData"])
