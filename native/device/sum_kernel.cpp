@@ -4,18 +4,23 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "common/error.hpp"
+#include "common/waiting.hpp"
 #include "device/nvrtc_api.hpp"
 
 namespace keras_hpc::device {
 namespace {
 
 constexpr unsigned kThreads = 512;  // of a block
+constexpr double kTrialSeconds = 10;
+constexpr auto kNap = std::chrono::microseconds(10);
 
 template <class Function>
 void bind_nvrtc(void* library, Function& function, const char* symbol) {
@@ -107,6 +112,23 @@ SumKernel::SumKernel(const Device& device)
   const int capability = 10 * attribute(device, kMajorCapability) + attribute(device, kMinorCapability);
   const Current current(device_);
   device_.check(device_.api().load_module(&module_, binary_for(capability).data()), "cuModuleLoadData");
+  try {
+    try_to_launch();
+  } catch (const std::exception&) {
+    device_.api().unload_module(module_);
+    throw;
+  }
+}
+
+// On no memory at all: what cannot be launched here is known now, and not in a step.
+void SumKernel::try_to_launch() const {
+  const Stream stream(device_);
+  Event over(device_);
+  for (const DType dtype : {DType::float16, DType::bfloat16, DType::float32, DType::float64})
+    launch(dtype, {}, stream.handle());
+  over.record(stream.handle());
+  for (const auto begin = Clock::now(); !over.is_over(); std::this_thread::sleep_for(kNap))
+    if (seconds_since(begin) > kTrialSeconds) throw Timeout("The GPU does not do what it is given.");
 }
 
 SumKernel::~SumKernel() {
@@ -121,7 +143,7 @@ void SumKernel::launch(DType dtype, const Sum& sum, StreamHandle stream) const {
   const std::string name = std::string("sum_") + name_of(dtype);
   device_.check(device_.api().find_function(&function, module_, name.c_str()), "cuModuleGetFunction");
   const auto blocks =
-      static_cast<unsigned>(std::min<unsigned long long>((sum.lines + kThreads - 1) / kThreads, most_blocks_));
+      static_cast<unsigned>(std::clamp<unsigned long long>((sum.lines + kThreads - 1) / kThreads, 1, most_blocks_));
   Sum told = sum;
   void* parameters[] = {&told};
   device_.check(device_.api().launch(function, blocks, 1, 1, kThreads, 1, 1, 0, stream, parameters, nullptr),

@@ -101,7 +101,8 @@ extern "C" __global__ void sum_float64(Sum sum) { add_up<double, double>(sum); }
 // Compiled for a device, as long as it lives.
 class SumKernel {
  public:
-  // NVRTC compiles it once for all devices of a kind. Throws Error where that is missing, or cannot.
+  // NVRTC compiles it once for all devices of a kind. Throws Error where that is missing, or cannot, or where the
+  // device does not run it.
   explicit SumKernel(const Device& device);
   ~SumKernel();
   SumKernel(const SumKernel&) = delete;
@@ -111,6 +112,8 @@ class SumKernel {
   void launch(DType dtype, const Sum& sum, StreamHandle stream) const;
 
  private:
+  void try_to_launch() const;
+
   const Device& device_;
   const unsigned most_blocks_;
   ModuleHandle module_ = nullptr;

@@ -187,7 +187,7 @@ EXPORT int cuMemHostRegister_v2(void* data, size_t n, unsigned flags) {
     return error;
   }
   need_context("cuMemHostRegister");
-  if (flags != 1) die("memory is pinned for this context only");
+  if ((flags & 1) == 0) die("memory is pinned for this context only");
   const auto begin = reinterpret_cast<uintptr_t>(data);
   if (begin % 4096 != 0 || n % 4096 != 0) die("cuMemHostRegister of parts of pages");
   const std::lock_guard lock(world);
