@@ -18,6 +18,8 @@ namespace keras_hpc::device {
 namespace {
 
 constexpr double kFarewellSeconds = 1;
+// Of smaller allocations the driver shares others with the same page, too (documentation of cudaIpcGetMemHandle).
+constexpr size_t kPage = 2 << 20;
 constexpr auto kNap = std::chrono::microseconds(100);
 
 enum class State : uint32_t { unknown, shown, refused };
@@ -50,7 +52,7 @@ struct PeerMemory::Mailbox {
 // Of this rank. It may outlive the plan.
 struct PeerMemory::Part {
   Part(int ordinal, std::shared_ptr<Area> area, int ranks, size_t nbytes)
-      : device(ordinal), area(std::move(area)), ranks(ranks), buffer(device, nbytes) {}
+      : device(ordinal), area(std::move(area)), ranks(ranks), buffer(device, (nbytes + kPage - 1) / kPage * kPage) {}
   Mailbox& mailbox(int local_rank) const { return *reinterpret_cast<Mailbox*>(area->of(local_rank)); }
   bool is_free() const {
     for (int r = 0; r < ranks; ++r)
