@@ -6,25 +6,19 @@ it.
 
 import contextlib
 import ctypes
-from pathlib import Path
 
-import nccl_steps
+import direct_steps
 import numpy as np
 import pytest
-from device_steps import COUNTS, DTYPES, Step, steps, team_allreduce
+from device_steps import COUNTS, DTYPES, Step, engine, steps, team_allreduce
+from direct_steps import DirectStep, Ids, Peers
 from fake_cuda import Stream, Tensor, driver
 from in_process import as_bytes, check, data_of, run
-from nccl_steps import Ids, NcclStep
 
-import keras_hpc
 from keras_hpc import _native
 
 NODES = [0, 0]
 DEFAULT = 0  # the stream that needs no handle
-engine = ctypes.CDLL(str(next(Path(keras_hpc.__path__[0]).glob("libkeras_hpc.so"))))
-engine.khpc_last_error.restype = ctypes.c_char_p
-engine.khpc_write_updates.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
-engine.khpc_start_on.argtypes = [*[ctypes.c_int] * 2, *[ctypes.c_void_p] * 2, ctypes.c_int, ctypes.c_void_p]
 
 
 def _check_steps(results):
@@ -190,13 +184,12 @@ def calls():
             assert (array == 1.5 + number).all()
 
 
-def by_nccl():
-    """Steps that NCCL reduces, with weights that the device computes, and tensors on the host; two streams in turn."""
-    ids = Ids(2)
+def _directly(ids):
+    """Steps with weights that the device computes, and tensors on the host; two streams in turn."""
 
     def work(team, rank):
-        plan = team.plan("by nccl", [("x", "float32", 5000), ("n", "float32", 6)], "mean", True, in_segment=True)
-        plan.open_nccl(rank, ids.next())
+        plan = team.plan("direct", [("x", "float32", 5000), ("n", "float32", 6)], "mean", True, in_segment=True)
+        ids.open(plan, rank)
         streams = [Stream(), Stream()]
         tensors = [Tensor(np.empty(5000, np.float32), rank) for _ in streams]
         weight = Tensor(np.empty(1, np.float32), rank)
@@ -222,14 +215,24 @@ def by_nccl():
             assert np.allclose(x, 4 * share + number, rtol=1e-5)
             assert np.allclose(n, 4 * share, rtol=1e-5)
     # And with a weight that the host knows, where nothing but its own event says that a tensor is there.
-    _check_steps(run(NODES, lambda team, rank: nccl_steps.steps(team, rank, ids, 3)))
+    _check_steps(run(NODES, lambda team, rank: direct_steps.steps(team, rank, ids, 3)))
+
+
+def by_nccl():
+    """Steps that NCCL reduces."""
+    _directly(Ids(2))
+
+
+def by_peer():
+    """Steps that the engine's kernel reduces."""
+    _directly(Peers())
 
 
 def by_nccl_within_nodes():
     """What goes between nodes is copied from the device before, and after it is reduced back."""
     nodes = [0, 0, 1, 1]
-    many = nccl_steps.Nodes(nodes)
-    results = many.run(lambda team, rank: nccl_steps.steps(team, rank, many, 2))
+    many = direct_steps.Nodes(nodes)
+    results = many.run(lambda team, rank: direct_steps.steps(team, rank, many, 2))
     for number in range(2):
         check([of_rank[number] for of_rank in results], nodes, COUNTS, DTYPES, "mean", step=number)
 
@@ -239,7 +242,7 @@ def failing_steps_by_nccl():
     ids = Ids(2)
 
     def work(team, rank):
-        step = NcclStep(team, rank, ids)
+        step = DirectStep(team, rank, ids)
         step.start(data_of(rank, COUNTS, DTYPES))
         step.wait()
         team.barrier()
@@ -307,6 +310,7 @@ def ended_at_once():
 SCENARIOS = [
     calls,
     by_nccl,
+    by_peer,
     by_nccl_within_nodes,
     beside_the_host,
     ended_at_once,

@@ -1,13 +1,20 @@
 """What a rank has on a GPU that is not there, and steps of it: for tests of device plans."""
 
 import contextlib
+import ctypes
 import random
+from pathlib import Path
 
 from fake_cuda import Stream, Tensor, driver
 from in_process import data_of
 
+import keras_hpc
 from keras_hpc import _native
 
+engine = ctypes.CDLL(str(next(Path(keras_hpc.__path__[0]).glob("libkeras_hpc.so"))))
+engine.khpc_last_error.restype = ctypes.c_char_p
+engine.khpc_write_updates.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+engine.khpc_start_on.argtypes = [*[ctypes.c_int] * 2, *[ctypes.c_void_p] * 2, ctypes.c_int, ctypes.c_void_p]
 DTYPES = ["float32", "float16", "float32", "bfloat16", "float64", "float32"]
 COUNTS = [7, 1000, 300_000, 0, 4096, 70_001]
 

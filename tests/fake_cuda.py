@@ -19,7 +19,7 @@ _KEPT = Path(__file__).parent.parent / "build" / "tests"
 def build(folder: Path, without: str = "") -> Path:
     """Compile libcuda.so.1 into a folder, or one that lacks a function."""
     options = ["-Wl,-soname,libcuda.so.1", *([f"-D{without}=not_there"] if without else [])]
-    return _compile(["fake_cuda", "fake_cuda_controls"], folder / "libcuda.so.1", *options)
+    return _compile(["fake_cuda", "fake_cuda_controls", "fake_cuda_modules"], folder / "libcuda.so.1", *options)
 
 
 def build_for_tensorflow(folder: Path) -> Path:
@@ -36,6 +36,11 @@ def build_nccl(folder: Path) -> Path:
     return _compile(["fake_nccl"], folder / "libnccl.so.2", "-Wl,-soname,libnccl.so.2", "-lrt")
 
 
+def build_nvrtc(folder: Path) -> Path:
+    """Compile libnvrtc.so.12 into a folder, whose kernels the fake driver runs."""
+    return _compile(["fake_nvrtc"], folder / "libnvrtc.so.12", "-Wl,-soname,libnvrtc.so.12")
+
+
 def build_mpi(folder: Path) -> Path:
     """Compile an MPI library into a folder, whose calls can fail."""
     return _compile(["fake_mpi"], folder / "libfake_mpi.so")
@@ -49,6 +54,16 @@ def nccl() -> ctypes.CDLL:
         fake = ctypes.CDLL(str(build_nccl(Path(folder))))
     fake.fake_nccl_fail.argtypes = [ctypes.c_char_p, ctypes.c_int]
     fake.fake_nccl_calls.argtypes = [ctypes.c_char_p]
+    return fake
+
+
+@functools.cache
+def nvrtc() -> ctypes.CDLL:
+    """Load it into this process: the engine, which asks for a library of that name, then gets this one."""
+    driver()
+    with tempfile.TemporaryDirectory() as folder:
+        fake = ctypes.CDLL(str(build_nvrtc(Path(folder))))
+    fake.fake_nvrtc_fail.argtypes = fake.fake_nvrtc_calls.argtypes = [ctypes.c_char_p]
     return fake
 
 

@@ -5,8 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from device_orders import engine
-from device_steps import fresh_driver, team_allreduce
+from device_steps import engine, fresh_driver, team_allreduce
 from fake_cuda import Stream, Tensor
 from in_process import as_bytes, run
 from launch import ROOT
@@ -15,9 +14,11 @@ from keras_hpc import _native
 
 STEPS = 4  # synchronous, pipelined twice, and synchronous again, with two updates
 WEIGHTS = [1.0, 3.0]
-# Of the start of a job, of measurements, and of NCCL.
+# Of the start of a job, of measurements, and of ways from GPU to GPU.
 NOT_OF_STEPS = ["cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuDeviceGetName", "cuDeviceGetUuid"]
-NOT_OF_STEPS += ["cuDeviceGetPCIBusId", "cuMemAlloc", "cuMemFree", "cuMemcpyDtoDAsync"]
+NOT_OF_STEPS += ["cuDeviceGetPCIBusId", "cuMemAlloc", "cuMemFree", "cuMemcpyDtoDAsync", "cuDeviceGetAttribute"]
+NOT_OF_STEPS += ["cuIpcGetMemHandle", "cuIpcOpenMemHandle", "cuIpcCloseMemHandle", "cuLaunchKernel"]
+NOT_OF_STEPS += ["cuModuleLoadData", "cuModuleUnload", "cuModuleGetFunction"]
 IN_STEPS = ["cuCtxPushCurrent", "cuPointerGetAttribute", "cuMemsetD32Async", "cuStreamQuery", "cuEventQuery"]
 
 

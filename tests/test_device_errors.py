@@ -9,9 +9,9 @@ import time
 import numpy as np
 import pytest
 from device_steps import COUNTS, DTYPES, Step, fresh_driver, team_allreduce
+from direct_steps import Ids
 from fake_cuda import Stream, Tensor, driver
 from in_process import SOON, as_bytes, check, data_of, run
-from nccl_steps import Ids
 
 from keras_hpc import _native
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from device_orders import DEFAULT, SCENARIOS, is_right
 from device_steps import COUNTS, DTYPES, Step, fresh_driver, steps, team_allreduce
+from direct_steps import Ids
 from fake_cuda import Stream, Tensor
 from in_process import NODES, as_bytes, check, data_of, run, soak
-from nccl_steps import Ids
 
 from keras_hpc import _native
 

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,7 @@ HEAD = """
 #include <%s>
 #include <type_traits>
 #include "device/nccl_api.hpp"
+#include "device/nvrtc_api.hpp"
 using namespace keras_hpc::device;
 
 // What binary interfaces see: pointers are pointers, enumerations are int.
@@ -46,6 +48,10 @@ static_assert(kPortable == CU_MEMHOSTREGISTER_PORTABLE);
 static_assert(kMemoryType == CU_POINTER_ATTRIBUTE_MEMORY_TYPE && kDeviceMemory == CU_MEMORYTYPE_DEVICE);
 static_assert(kDeviceOrdinal == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
 static_assert(sizeof(Uuid) == sizeof(CUuuid) && sizeof(Pointer) == sizeof(CUdeviceptr));
+static_assert(sizeof(MemoryHandle) == sizeof(CUipcMemHandle) && kLazyPeerAccess == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+static_assert(kMultiprocessors == CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+static_assert(kMajorCapability == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+static_assert(kMinorCapability == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
 """
 
 
@@ -62,16 +68,21 @@ def _header(name: str, *packages: str) -> Path:
     return found[0]
 
 
-def _declared(table: Path) -> list[tuple[str, str]]:
+def _declared(table: Path, least: int = 10) -> list[tuple[str, str]]:
     """The symbol and type of each function of a table of ours."""
     text = re.sub(r"\s*\\\n\s*", " ", table.read_text())
     rows = re.findall(r'X\(\w+, "(\w+)",\s+(.*?\))\)(?= X|\n)', text)
-    assert len(rows) >= 10
+    assert len(rows) >= least
     return rows
 
 
 def _check(
-    folder: Path, header: Path, checks: list[str], theirs: str = "CUuuid", ours: str = "Uuid", more: Path | None = None
+    folder: Path,
+    header: Path,
+    checks: list[str],
+    theirs: str = "CUipcMemHandle",
+    ours: str = "MemoryHandle",
+    more: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     file = folder / "check.cpp"
     file.write_text(HEAD % (header, theirs, ours) + "\n".join(checks))
@@ -114,3 +125,31 @@ def test_nccl(tmp_path):
     assert done.returncode == 0, done.stderr
     wrong = 'static_assert(same<decltype(ncclCommAbort), Result(int)>, "wrong type");'
     assert "wrong type" in _check(tmp_path, header, [*checks, wrong], "ncclUniqueId", "NcclId", runtime).stderr
+
+
+def test_nvrtc(tmp_path):
+    header = _header("nvrtc.h", "cuda_nvrtc", "cu13")
+    rows = _declared(ROOT / "native" / "device" / "nvrtc_api.hpp", 9)
+    checks = [f'static_assert(same<decltype({symbol}), {kind}>, "{symbol}");' for symbol, kind in rows]
+    done = _check(tmp_path, header, checks, "struct Nothing", "int")
+    assert done.returncode == 0, done.stderr
+    wrong = 'static_assert(same<decltype(nvrtcVersion), Result(int*)>, "wrong type");'
+    assert "wrong type" in _check(tmp_path, header, [*checks, wrong], "struct Nothing", "int").stderr
+
+
+def test_the_kernel(tmp_path):
+    """CUDA's own compiler takes it, rounds products before they are added, and moves 16 bytes at once."""
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        pytest.skip("there is no nvcc")
+    text = (ROOT / "native" / "device" / "sum_kernel.hpp").read_text()
+    (kernel,) = re.findall(r'R"\((.*?)\)";', text, re.DOTALL)
+    (tmp_path / "sum.cu").write_text(kernel)
+    command = [compiler, "-std=c++17", "-fmad=false", "-arch=sm_80", "-ptx", "-o", "sum.ptx", "sum.cu"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+    code = (tmp_path / "sum.ptx").read_text()
+    assert set(re.findall(r"\.entry (\w+)", code)) == {
+        f"sum_{t}" for t in ("float16", "bfloat16", "float32", "float64")
+    }
+    assert not re.search(r"\bfma\.", code)
+    assert set(re.findall(r"(?:ld|st)\.global\.(\w+)\.", code)) == {"v2", "v4"}

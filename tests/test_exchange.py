@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from device_orders import engine
+from device_steps import engine
 from in_process import DTYPES, EPSILON, NODES, as_bytes, run
 
 from keras_hpc import _native

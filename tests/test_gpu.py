@@ -68,6 +68,20 @@ def test_what_holds_on_the_host_holds_by_nccl(n, nodes, backend, names, run_rank
     _run(n, backend, names, run_ranks, tmp_path, env | {"MPIR_CVAR_NUM_CLIQUES": str(nodes)})
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("n", "backend", "names"),
+    [
+        (2, "torch", ["own_loops"]),
+        pytest.param(3, "torch", ["fit", "gradients", "pipeline"], marks=pytest.mark.soak),
+        pytest.param(2, "jax", ["fit", "gradients"], marks=pytest.mark.soak),
+    ],
+)
+def test_what_holds_on_the_host_holds_by_the_kernel(n, backend, names, run_ranks, tmp_path):
+    """Ranks share a GPU, and reach each other's memory between processes."""
+    _run(n, backend, names, run_ranks, tmp_path, _by_peer(tmp_path))
+
+
 @pytest.mark.soak
 @pytest.mark.mpi
 @pytest.mark.parametrize("enabled", ["1", "0"])
@@ -80,6 +94,7 @@ def _choose(n, program, run_ranks, folder):
     env = {
         "TESTS_FAKE_GPU": str(fake_cuda.build(folder)),
         "TESTS_FAKE_NCCL": str(fake_cuda.build_nccl(folder)),
+        "TESTS_FAKE_NVRTC": str(fake_cuda.build_nvrtc(folder)),
         "XDG_CACHE_HOME": str(folder),
         "MPIR_CVAR_NUM_CLIQUES": str(n // 2),
     }
@@ -91,15 +106,22 @@ def _choose(n, program, run_ranks, folder):
 @pytest.mark.mpi
 def test_a_trial_says_which_way_plans_go(run_ranks, tmp_path):
     output = _choose(2, "choose_device_way.py", run_ranks, tmp_path)
-    assert output.count("NCCL is not tried; rank 1: NCCL: ncclGetVersion failed") == 1
-    assert output.count("NCCL is not tried; rank 1: The GPU's driver: cuMemAlloc failed") == 1
+    assert output.count("NCCL is not used; rank 1: NCCL: ncclGetVersion failed") == 1
+    assert output.count("NCCL is not used; rank 1: The GPU's driver: cuMemAlloc failed") == 1
+    compiling = "The kernel between GPUs is not used; rank 0: rank 1: NVRTC: nvrtcCompileProgram failed: NVRTC_ERROR_"
+    assert output.count(compiling + "INTERNAL_ERROR. the kernel is wrong") == 1
+    assert output.count("The kernel between GPUs is not used; its means are wrong on ranks [0, 1]") == 1
 
 
 @pytest.mark.soak
 @pytest.mark.mpi
 def test_a_trial_says_which_way_plans_go_across_nodes(run_ranks, tmp_path):
     output = _choose(4, "choose_across_nodes.py", run_ranks, tmp_path)
-    assert output.count("NCCL is not tried; rank 0: NCCL: ncclGetUniqueId failed") == 1
+    assert output.count("NCCL is not used; rank 0: NCCL: ncclGetUniqueId failed") == 1
+
+
+def _by_peer(folder):
+    return {"TESTS_FAKE_NVRTC": str(fake_cuda.build_nvrtc(folder)), "KERAS_HPC_ALLREDUCE": "device:0-=peer"}
 
 
 def _by_nccl(folder, way="nccl"):
@@ -113,7 +135,8 @@ def _run(n, backend, names, run_ranks, tmp_path, more=()):
     checks = [path for path in checks if backend in settings_of(path)["RANKS"]]
     args = [ranks / "run_check.py", 60, tmp_path, *checks]
     # Keras computes some layers with TensorFlow's functions, whatever the backend is.
-    env = {"TESTS_FAKE_GPU": str(library), "TESTS_TENSORFLOW": "1" if names is MORE else "", **dict(more)}
+    env = {"TESTS_FAKE_GPU": str(library), "TESTS_TENSORFLOW": "1" if names is MORE else ""}
+    env |= {"KERAS_HPC_ALLREDUCE": "device:0-=staged", **dict(more)}
     try:
         run_ranks(n, args, timeout=200, backend=backend, env=env)
     except pytest.fail.Exception as failure:
@@ -124,22 +147,29 @@ def _run(n, backend, names, run_ranks, tmp_path, more=()):
         assert checks[-1].name in log.read_text()
 
 
+def soak_of(*hows):
+    """Cases that `make test` leaves out for their time."""
+    return [pytest.param(how, "", marks=pytest.mark.soak) for how in hows]
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("how", "said"),
     [
         ("killed", ""),
-        *(pytest.param(how, "", marks=pytest.mark.soak) for how in ("killed by nccl", "killed within nodes by nccl")),
+        *soak_of("killed by nccl", "killed within nodes by nccl", "killed by peer"),
         ("driver", "The GPU's driver: cuMemcpyDtoHAsync failed with CUDA_ERROR_UNKNOWN"),
         pytest.param("hangs", "rank 1", marks=pytest.mark.soak),
         pytest.param("elsewhere", "is not in a GPU's memory. Expected a tensor on GPU 0", marks=pytest.mark.soak),
     ],
 )
 def test_a_rank_that_fails_in_the_middle_of_a_step_ends_the_job(how, said, run_ranks, tmp_path):
-    env = {"TESTS_FAKE_GPU": str(fake_cuda.build(tmp_path))}
+    env = {"TESTS_FAKE_GPU": str(fake_cuda.build(tmp_path)), "KERAS_HPC_ALLREDUCE": "device:0-=staged"}
     within_nodes = "within nodes" in how
     if how.endswith("nccl"):
         env |= _by_nccl(tmp_path, "hierarchical" if within_nodes else "nccl")
+    if how.endswith("peer"):
+        env |= _by_peer(tmp_path)
     env["MPIR_CVAR_NUM_CLIQUES"] = "2" if within_nodes else "1"
     args = [ROOT / "tests" / "ranks" / "fail_on_gpu.py", how.split()[0]]
     done = run_ranks(4 if within_nodes else 2, args, backend="torch", env=env, expect_failure=True)

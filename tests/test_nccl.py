@@ -7,11 +7,18 @@ import time
 
 import numpy as np
 import pytest
-from device_orders import engine
 from device_steps import COUNTS, DTYPES
-from fake_cuda import Stream, Tensor, driver, nccl
-from in_process import SOON, check, data_of, run
-from nccl_steps import Ids, NcclStep, host_and_device, steps
+from direct_steps import (
+    DirectStep,
+    Ids,
+    check_end_in_a_step,
+    check_host_and_device,
+    check_weights_on_the_device,
+    error_without_the_other,
+    steps,
+)
+from fake_cuda import Tensor, driver, nccl
+from in_process import check, data_of, run
 
 from keras_hpc import _native
 
@@ -63,7 +70,7 @@ def test_large_float16_do_not_overflow():
     ids = Ids(4)
 
     def work(team, rank):
-        with contextlib.closing(NcclStep(team, rank, ids, weighted=True, counts=[50], dtypes=["float16"])) as step:
+        with contextlib.closing(DirectStep(team, rank, ids, weighted=True, counts=[50], dtypes=["float16"])) as step:
             step.start([np.full(50, 60000.0, np.float16)], 64.0)
             return step.wait()[0]
 
@@ -72,40 +79,12 @@ def test_large_float16_do_not_overflow():
 
 
 def test_tensors_on_the_host_beside_others():
-    ids = Ids(2)
-    for found in run([0, 0], lambda team, rank: host_and_device(team, rank, ids, 6)):
-        for number, (x, n, y) in enumerate(found):
-            assert (x == 3.0 + number).all()
-            assert (n == 3.0 + number).all()
-            assert (y == (0.0 if number % 3 == 2 else 1.0)).all()
+    check_host_and_device(Ids(2))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_weights_that_the_device_has(dtype, fake):
-    ids = Ids(2)
-
-    def work(team, rank):
-        plan = team.plan("x", [("x", "float32", 5000)], "mean", True, in_segment=True)
-        plan.open_nccl(rank, ids.next())
-        stream, x, weight = Stream(), Tensor(np.empty(5000, np.float32), rank), Tensor(np.empty(1, dtype), rank)
-        found = []
-        for number in range(4):
-            weight.write(stream, np.full(1, 1 + 2 * rank if number % 2 else 2, dtype))
-            x.write(stream, np.full(5000, 4.0 * rank + number, np.float32))
-            assert engine.khpc_start_on(plan.id, 0, x.address, weight.address, weight.nbytes, stream.handle) == 0
-            assert engine.khpc_wait_on(plan.id, stream.handle) == 0
-            found.append(x.read(stream))
-        with pytest.raises(_native.Error, match="is not pipelined"):
-            plan.second_on([x.address], stream.handle)
-        plan.end()
-        stream.close()
-        x.free()
-        weight.free()
-        return found
-
-    for found in run([0, 0], work):
-        for number, mean in enumerate(found):
-            assert (mean == (3.0 if number % 2 else 2.0) + number).all()
+def test_weights_that_the_device_has(dtype):
+    check_weights_on_the_device(Ids(2), dtype)
 
 
 CALLS = ["ncclAllReduce", "ncclRedOpCreatePreMulSum", "ncclRedOpDestroy", "ncclCommGetAsyncError"]
@@ -122,7 +101,7 @@ def test_an_error_in_a_step_is_one_on_all_ranks(call, fake):
     ids = Ids(3)
 
     def work(team, rank):
-        with contextlib.closing(NcclStep(team, rank, ids, weighted=True)) as step:
+        with contextlib.closing(DirectStep(team, rank, ids, weighted=True)) as step:
             step.start(data_of(rank, COUNTS, DTYPES), 1.0 + rank)
             step.wait()
             team.barrier()
@@ -156,26 +135,7 @@ def test_an_error_in_a_step_is_one_on_all_ranks(call, fake):
 @pytest.mark.parametrize(("how", "nodes"), [("late", [0, 0]), ("closed", [0, 0]), ("late", [0, 1])])
 def test_a_rank_that_does_not_come_is_an_error_in_time(how, nodes):
     """What the others have under way is aborted."""
-    ids = Ids(2)
-    everyone = threading.Barrier(2)
-
-    def work(team, rank):
-        with contextlib.closing(NcclStep(team, rank, ids)) as step:
-            if rank == 0:
-                step.start(data_of(rank, COUNTS, DTYPES))
-                with pytest.raises(_native.Error) as error:
-                    step.wait()
-                step.abandon(team)
-                everyone.wait(30)
-                return str(error.value)
-            if how == "closed":
-                team.close()
-                step.is_over = True
-            everyone.wait(30)
-            step.abandon(team)
-            return ""
-
-    text = run(nodes, work, timeout=1.5 if how == "late" else 15)[0]
+    text = error_without_the_other(Ids(2), how, nodes)
     assert ("NCCL has not reduced the tensors" if how == "late" else "rank 1") in text
 
 
@@ -186,8 +146,8 @@ def test_plans_started_together_keep_one_order():
 
     def work(team, rank):
         with (
-            contextlib.closing(NcclStep(team, rank, ids, weighted=True)) as first,
-            contextlib.closing(NcclStep(team, rank, ids)) as second,
+            contextlib.closing(DirectStep(team, rank, ids, weighted=True)) as first,
+            contextlib.closing(DirectStep(team, rank, ids)) as second,
         ):
             found = []
             for number in range(STEPS):
@@ -207,28 +167,14 @@ def test_plans_started_together_keep_one_order():
 
 def test_a_plan_that_ends_in_a_step_leaves_the_team_alone():
     """What it has under way is aborted, though the other rank has not come."""
-    ids = Ids(2)
-
-    def work(team, rank):
-        with contextlib.closing(NcclStep(team, rank, ids)) as step:
-            if rank == 0:
-                step.start(data_of(rank, COUNTS, DTYPES))
-                driver().fake_finish(step.stream.handle)
-                driver().fake_in_step(0)
-            begin = time.monotonic()
-            step.plan.end()
-            step.is_over = True
-            team.barrier()
-            assert time.monotonic() - begin < SOON
-
-    run([0, 0], work)
+    check_end_in_a_step(Ids(2))
 
 
 def test_bad_input():
     ids = Ids(1)
 
     def work(team, rank):
-        with contextlib.closing(NcclStep(team, rank, ids)) as step:
+        with contextlib.closing(DirectStep(team, rank, ids)) as step:
             arrays = data_of(rank, COUNTS, DTYPES)
             elsewhere = Tensor(arrays[0], device=1)
             with pytest.raises(_native.Error, match=r"'t0' is on another GPU than its plan.*Received: GPU 1"):

@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 from device_steps import COUNTS, DTYPES
+from direct_steps import DirectStep, Nodes, host_and_device, steps
 from fake_cuda import driver, nccl
 from in_process import SOON, check, data_of
-from nccl_steps import NcclStep, Nodes, host_and_device, steps
 
 from keras_hpc import _native
 
@@ -71,7 +71,7 @@ def test_large_float16_do_not_overflow():
     many = Nodes(TWO)
 
     def work(team, rank):
-        with contextlib.closing(NcclStep(team, rank, many, weighted=True, counts=[50], dtypes=["float16"])) as step:
+        with contextlib.closing(DirectStep(team, rank, many, weighted=True, counts=[50], dtypes=["float16"])) as step:
             step.start([np.full(50, 60000.0, np.float16)], 64.0)
             return step.wait()[0]
 
@@ -86,7 +86,7 @@ def test_values_may_be_rounded_between_nodes():
 
     def work(team, rank):
         with contextlib.closing(
-            NcclStep(team, rank, many, counts=[70], dtypes=["float32"], wire="bfloat16", op="sum")
+            DirectStep(team, rank, many, counts=[70], dtypes=["float32"], wire="bfloat16", op="sum")
         ) as step:
             step.start([np.full(70, values[rank], np.float32)])
             return step.wait()[0]
@@ -112,8 +112,8 @@ def test_what_nccl_is_given_is_in_one_order_whatever_comes_first():
 
     def work(team, rank):
         with (
-            contextlib.closing(NcclStep(team, rank, many, weighted=True, bucket_bytes=50_000)) as first,
-            contextlib.closing(NcclStep(team, rank, many)) as second,
+            contextlib.closing(DirectStep(team, rank, many, weighted=True, bucket_bytes=50_000)) as first,
+            contextlib.closing(DirectStep(team, rank, many)) as second,
         ):
             found = []
             for number in range(STEPS):
@@ -139,7 +139,7 @@ def test_an_error_in_a_step_is_one_on_all_nodes(call, fake):
     many = Nodes(TWO)
 
     def work(team, rank):
-        with contextlib.closing(NcclStep(team, rank, many, weighted=True)) as step:
+        with contextlib.closing(DirectStep(team, rank, many, weighted=True)) as step:
             step.start(data_of(rank, COUNTS, DTYPES), 1.0 + rank)
             step.wait()
             team.barrier()
@@ -176,7 +176,7 @@ def test_a_plan_that_ends_takes_its_parts_along():
     many = Nodes(TWO)
 
     def work(team, rank):
-        with contextlib.closing(NcclStep(team, rank, many)):
+        with contextlib.closing(DirectStep(team, rank, many)):
             held = many.peers[rank].report()["plan_bytes"]
         return held, many.peers[rank].report()["plan_bytes"]
 
@@ -189,7 +189,7 @@ def test_peers_that_fail_alone_are_an_error_at_once():
     many, everyone = Nodes(TWO), threading.Barrier(4)
 
     def work(team, rank):
-        with contextlib.closing(NcclStep(team, rank, many)) as step:
+        with contextlib.closing(DirectStep(team, rank, many)) as step:
             text = ""
             if rank < 2:
                 step.start(data_of(rank, COUNTS, DTYPES))
@@ -215,7 +215,7 @@ def test_a_node_that_does_not_come_is_an_error_in_time():
     many = Nodes(TWO, timeout=1.5)
 
     def work(team, rank):
-        with contextlib.closing(NcclStep(team, rank, many)) as step:
+        with contextlib.closing(DirectStep(team, rank, many)) as step:
             if rank < 2:
                 step.start(data_of(rank, COUNTS, DTYPES))
                 with pytest.raises(_native.Error) as error:

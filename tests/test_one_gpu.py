@@ -21,6 +21,7 @@ def test_every_probe_runs(backends, tmp_path):
         "BACKENDS": backends,
         "TINY": "1",
         "TESTS_FAKE_GPU": str(library),
+        "TESTS_FAKE_NVRTC": str(fake_cuda.build_nvrtc(tmp_path)),
         "CXX": f"g++ -Wl,-rpath,{tmp_path}",  # where the probe finds it; Python loads it first
     }
     done = launch(1, ["benchmarks/gpu/one_gpu.sh", str(tmp_path / "out")], timeout=300, env=env, mpi=False)

@@ -32,7 +32,8 @@ if is_asked engine; then
         step "ranks-$threads" 90 $(two) -m benchmarks.gpu.staged ranks --threads $threads --steps 50 \
             ${tiny:+--steps 3 --largest 300000}
     done
-    step nccl 60 $(two) -m benchmarks.gpu.nccl ${tiny:+--steps 3 --largest 40000}
+    step nccl 60 $(two) -m benchmarks.gpu.direct nccl ${tiny:+--steps 3 --largest 40000}
+    step peer 60 $(two) -m benchmarks.gpu.direct peer ${tiny:+--steps 3 --largest 40000}
 fi
 
 backends=

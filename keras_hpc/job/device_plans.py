@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans with tensors on GPUs: through the host, or by NCCL from GPU to GPU, whichever was measured to be fastest.
+"""Plans with tensors on GPUs: through the host, or from GPU to GPU, whichever was measured to be fastest.
 
-Ways are "staged", which goes through the host; "nccl"; and "hierarchical": NCCL within nodes, the engine's network
-between them.
+Ways are "staged", which goes through the host; "peer", a kernel of the engine's, on one node; "nccl"; and
+"hierarchical": NCCL within nodes, the engine's network between them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from keras_hpc import _native
-from keras_hpc.job import log, nccl, tuning_cache
+from keras_hpc.job import log, nccl, peer, tuning_cache
 from keras_hpc.job.plan import Plan, TensorSpec
 
 # Classes of sizes reach up to a power of four of this many bytes; what is larger goes the way of the largest.
 _SMALLEST, _LARGEST = 64 << 10, 64 << 20
-_TENSORS, _ROUNDS = 8, 7
+_TENSORS, _ROUNDS, _TOLERANCE = 8, 7, 1e-6
 _BY_NCCL = {"nccl": False, "hierarchical": True}  # way: whether NCCL connects only the GPUs of each node
 # NCCL adds up in an order of its own, so bits are not the CPU's: it must be faster by this much to be worth it.
 _GAIN = 1.2
+_NAMES = {"peer": "The kernel between GPUs", "nccl": "NCCL", "hierarchical": "NCCL within nodes"}
 
 
 def open_device(plan: Plan, device: int) -> None:
@@ -46,7 +49,7 @@ def open_device(plan: Plan, device: int) -> None:
         problem = _open(plan, device, way)
         if not problem:
             return
-        _say(team, f"NCCL does not reduce the tensors of '{plan.name}', which are staged; {problem}")
+        _say(team, f"{_NAMES[way]} does not reduce the tensors of '{plan.name}', which are staged; {problem}")
     if problem := _open(plan, device, "staged"):
         _say(team, f"the tensors of '{plan.name}' are copied to the host while nothing else is done; {problem}")
 
@@ -55,31 +58,43 @@ def _way(plan: Plan, device: int) -> str:
     """Return how such a plan is reduced: as is known of its size, or as is measured now. Collective."""
     team = plan.team
     known = tuning_cache.way_on_devices(team.native, plan.nbytes)
-    by_nccl = [way for way in _BY_NCCL if way not in team.lacks_nccl and not nccl.obstacle(plan, _BY_NCCL[way])]
-    # Other teams reduce beside this one: NCCL's kernels of two communicators may wait for each other for ever.
-    if known or team.index != 0 or not by_nccl or nccl.share_gpus(team, device):
+    if known or team.index != 0:  # other teams reduce beside this one: kernels of NCCL may wait for each other for ever
         return known or "staged"
+    ways = _ways(plan, device)
+    if not ways:
+        return "staged"
     begin, end, nbytes = _size_class(plan.nbytes)
     specs = [TensorSpec(str(number), (nbytes // _TENSORS // 4,), "float32") for number in range(_TENSORS)]
     memory: list[Any] = []  # had before any trial: a rank that has none must not leave the others in one
     trial = Plan(team, "a trial", specs, "mean", False, None, True, False)
     no_trial = _try_on_all(trial, lambda: memory.append(_native.DeviceArray(device, nbytes)))
     seconds: dict[str, float] = {}
-    for way in ("staged", *by_nccl):
+    for way in ("staged", *ways):
         problem = no_trial or _open(trial, device, way)
         if not problem:
-            seconds[way] = _seconds(trial, memory[0])
+            taken, problem = _seconds(trial, memory[0]), "" if way == "staged" else _check(trial, memory[0])
             trial.close_device()
+        if not problem:
+            seconds[way] = taken
         elif way == "staged":
             no_trial = problem
         else:
-            _say(team, f"{_name_of(way)} is not tried; {problem}")
-            team.lacks_nccl.add(way)  # not kept for the next job, which may have it
+            _say(team, f"{_NAMES[way]} is not used; {problem}")
+            team.lacks_ways.add(way)  # not kept for the next job, which may have it
     trial.end()
-    fastest = min(seconds, key=lambda way: seconds[way] * (1 if way == "staged" else _GAIN), default="staged")
-    if fastest != "staged" or not team.lacks_nccl:
+    fastest = min(seconds, key=lambda way: seconds[way] * (_GAIN if way in _BY_NCCL else 1), default="staged")
+    if fastest != "staged" or not team.lacks_ways:
         team.native.add_choice("device", begin, end, fastest)
     return fastest
+
+
+def _ways(plan: Plan, device: int) -> list[str]:
+    """Return the ways from GPU to GPU that may reduce such a plan. Collective."""
+    ways = [] if peer.obstacle(plan) else ["peer"]
+    by_nccl = [way for way, within_nodes in _BY_NCCL.items() if not nccl.obstacle(plan, within_nodes)]
+    if by_nccl and not nccl.share_gpus(plan.team, device):
+        ways += by_nccl
+    return [way for way in ways if way not in plan.team.lacks_ways]
 
 
 def _size_class(nbytes: int) -> tuple[int, int, int]:
@@ -96,24 +111,42 @@ def _size_class(nbytes: int) -> tuple[int, int, int]:
 
 def _seconds(plan: Plan, memory: Any) -> float:
     """Return how long a step takes on the slowest rank, whose tensors are in this memory of its GPU. Collective."""
-    each = plan.nbytes // len(plan.tensors)
     taken = []
     for _ in range(_ROUNDS):
         plan.team.barrier()
         begin = time.perf_counter()
-        for number in range(len(plan.tensors)):
-            plan.start_on(number, memory.address + number * each, each, 1.0, memory.stream)
-        plan.wait_on(memory.stream)
-        memory.finish()
+        _step(plan, memory)
         taken.append(time.perf_counter() - begin)
     slowest: float = max(plan.team.allgather_object(statistics.median(taken[1:]), "a trial"))
     return slowest
+
+
+def _check(plan: Plan, memory: Any) -> str:
+    """Return what is wrong with the means of a step, if anything is. Collective."""
+    team = plan.team
+    found = np.full(plan.nbytes // 4, team.rank + 1, np.float32)
+    memory.write(found.view(np.uint8))
+    _step(plan, memory)
+    memory.read(found.view(np.uint8))
+    wrong = bool(np.abs(found - (team.size + 1) / 2).max() > _TOLERANCE * team.size)
+    ranks = [team.ranks[rank] for rank, is_wrong in enumerate(team.allgather_object(wrong, "a trial")) if is_wrong]
+    return f"its means are wrong on ranks {ranks}" if ranks else ""
+
+
+def _step(plan: Plan, memory: Any) -> None:
+    each = plan.nbytes // len(plan.tensors)
+    for number in range(len(plan.tensors)):
+        plan.start_on(number, memory.address + number * each, each, 1.0, memory.stream)
+    plan.wait_on(memory.stream)
+    memory.finish()
 
 
 def _open(plan: Plan, device: int, way: str) -> str:
     """Open a plan's device, to be reduced in this way; where one rank cannot, return why. Collective."""
     if way == "staged":
         return _try_on_all(plan, lambda: plan.open_device(device))
+    if way == "peer":
+        return peer.obstacle(plan) or _try_on_all(plan, lambda: plan.open_peer(device, peer.compiler()))
     within_nodes = _BY_NCCL[way]
     try:
         number = nccl.agree(plan, device, within_nodes)
@@ -149,10 +182,6 @@ def _try_on_all(plan: Plan, opening: Callable[[], None]) -> str:
     if problems and plan.device is not None:
         plan.close_device()
     return problems[0] if problems else ""
-
-
-def _name_of(way: str) -> str:
-    return "NCCL within nodes" if _BY_NCCL[way] else "NCCL"
 
 
 def _say(team: Any, text: str) -> None:

@@ -22,12 +22,16 @@ def load() -> int:
     Raises:
         CommunicationError: there is none, or it is too old.
     """
+    return int(_native.load_nccl(library_of_wheels("libnccl.so.2")))
+
+
+def library_of_wheels(name: str) -> str:
+    """Return where NVIDIA's wheels have a library, whose name may be a pattern; empty: none has it."""
     wheels = importlib.util.find_spec("nvidia")
     for folder in (wheels.submodule_search_locations or ()) if wheels else ():
-        library = Path(folder) / "nccl" / "lib" / "libnccl.so.2"
-        if library.is_file():
-            return int(_native.load_nccl(str(library)))
-    return int(_native.load_nccl())
+        for library in sorted(Path(folder).glob(f"*/lib/{name}")):
+            return str(library)
+    return ""
 
 
 def describe() -> str:
@@ -83,14 +87,19 @@ def obstacle(plan: Any, within_nodes: bool = False) -> str:
         return "nodes have different numbers of ranks"
     if within_nodes and plan.team.node_count == plan.team.size:
         return "each node has one rank only"
+    if plan.wire_dtype and plan.team.node_count > 1 and not within_nodes:
+        return f"between nodes its values are rounded to {plan.wire_dtype}"
+    return unknown_to_gpus(plan)
+
+
+def unknown_to_gpus(plan: Any) -> str:
+    """Return what of such a plan no way from GPU to GPU knows; empty: nothing."""
     if plan.nbytes == 0:
         return "it has no elements"
     if plan.pipelined:
         return "its steps are pipelined"
     if plan.op not in ("mean", "sum") or any(t.dtype not in _FLOATS for t in plan.tensors):
         return "only sums and means of floats are known to us there"
-    if plan.wire_dtype and plan.team.node_count > 1 and not within_nodes:
-        return f"between nodes its values are rounded to {plan.wire_dtype}"
     return ""
 
 

@@ -120,6 +120,16 @@ class Plan:
         self._native.open_nccl(ordinal, number, peers)
         self.device = ordinal
 
+    def open_peer(self, ordinal: int, compiler: str = "") -> None:
+        """The same, reduced by a kernel of ours from GPU to GPU, on one node. Collective.
+
+        Args:
+            ordinal: as for `open_device`.
+            compiler: where NVRTC is, if the process has not loaded it; see `keras_hpc.job.peer.compiler`.
+        """
+        self._native.open_peer(ordinal, compiler)
+        self.device = ordinal
+
     def close_device(self) -> None:
         """From now on its tensors are on the host again."""
         self._native.close_device()

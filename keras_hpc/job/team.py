@@ -37,7 +37,7 @@ class Team:
         schedule: when it applies which gradients.
         report_every: steps after which rank 0 prints what reductions cost; None: never.
         selection_key: under which measured choices are kept; empty with one rank.
-        lacks_nccl: the ways by NCCL that were tried on GPUs and failed.
+        lacks_ways: those from GPU to GPU that were tried and failed.
         device: the GPU that has the tensors of plans of which nothing else is said; None: they are on the host.
         parts: so many neighbouring ranks compute each sample together.
         untold: a call that this rank has left by an exception, of which others are told in the next one.
@@ -66,7 +66,7 @@ class Team:
         self.selection_key = ""
         self.settle: Callable[[], object] | None = None
         self.after_meeting: Callable[[], object] | None = None
-        self.lacks_nccl: set[str] = set()
+        self.lacks_ways: set[str] = set()
         self.device: int | None = None
         self.parts = 1
         self.has_joined_values = False

@@ -18,7 +18,7 @@ import numpy as np
 import keras_hpc
 from keras_hpc import _native, backends
 from keras_hpc.errors import LaunchError
-from keras_hpc.job import current, devices, launch, mpich_network, nccl, resources, tuning_cache
+from keras_hpc.job import current, devices, launch, mpich_network, nccl, peer, resources, tuning_cache
 from keras_hpc.job.current import Job
 from keras_hpc.job.plan import TensorSpec
 from keras_hpc.tools import data_probe, network_probe, reports, tables
@@ -65,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         "limits": _limits(_native.control_group()),
         "device": devices.describe(job.device),
         "nccl": "" if job.device is None else nccl.describe(),
+        "nvrtc": "" if job.device is None else peer.describe(),
     }
     team.barrier()  # GPUs of a node copy at the same time, as in a step
     about_me["copies"] = devices.describe_speeds(job.device)
@@ -77,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         communication["GPU copies"] = _of_ranks([me["copies"] for me in everyone])
         communication["pinned memory"] = _pinned(job, job.device.ordinal, arguments.parameters)
         communication["NCCL"] = _of_ranks([me["nccl"] for me in everyone])
+        communication["NVRTC"] = _of_ranks([me["nvrtc"] for me in everyone])
     if files:
         measured["data"] = data_probe.measure(job, files)
         communication["data"] = data_probe.describe(measured["data"])

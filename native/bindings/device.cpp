@@ -14,6 +14,8 @@
 
 #include "device/device_call.hpp"
 #include "device/nccl_plan.hpp"
+#include "device/nvrtc_api.hpp"
+#include "device/peer_plan.hpp"
 #include "device/staged_plan.hpp"
 
 namespace keras_hpc {
@@ -100,6 +102,21 @@ void open_nccl(const PyPlan& plan, int ordinal, const nb::bytes& id, const PyTea
   });
 }
 
+void open_peer(const PyPlan& plan, int ordinal, const std::string& nvrtc_path) {
+  const OpenPlan open = plan.open();
+  WithoutGil()([&] {
+    const Topology& topology = open.team->topology();
+    const auto area = open.team->make_area(device::PeerMemory::area_bytes());
+    try {
+      device::nvrtc(nvrtc_path);
+      attach(open, std::make_shared<PeerPlan>(*open.team, *open.plan, ordinal, area));
+    } catch (const std::exception& error) {
+      device::PeerMemory::refuse(*area, topology, "rank " + std::to_string(topology.rank) + ": " + error.what());
+      throw;
+    }
+  });
+}
+
 }  // namespace
 
 void bind_device(nb::module_& m, nb::class_<PyPlan>& plan) {
@@ -109,6 +126,8 @@ void bind_device(nb::module_& m, nb::class_<PyPlan>& plan) {
            "Collective. The same, reduced by NCCL from GPU to GPU; `id` is what nccl_id returned on one rank. `peers`: "
            "a team of the ranks with this rank's number on their nodes, which reduces between nodes; NCCL then "
            "connects those of a node, each with an `id` of its own.")
+      .def("open_peer", &open_peer, "ordinal"_a, "nvrtc_path"_a = "",
+           "Collective. The same, reduced from GPU to GPU by a kernel, on one node. `nvrtc_path`: as of load_nvrtc.")
       .def("close_device",
            [](const PyPlan& plan) {
              const OpenPlan open = plan.open();
@@ -210,6 +229,16 @@ void bind_device(nb::module_& m, nb::class_<PyPlan>& plan) {
       },
       "path"_a = "",
       "The version, such as 23004, of the NCCL that this process has loaded, else of that at `path`, else the "
+      "system's.");
+  m.def(
+      "load_nvrtc",
+      [](const std::string& path) {
+        int major = 0, minor = 0;
+        if (device::nvrtc(path).version(&major, &minor) != 0) throw Error("NVRTC does not tell its version.");
+        return std::make_tuple(major, minor);
+      },
+      "path"_a = "",
+      "The version, such as (12, 9), of the NVRTC that this process has loaded, else of that at `path`, else the "
       "system's.");
   m.def("nccl_id", [] {
     const device::NcclId id = device::new_nccl_id();

@@ -86,6 +86,7 @@ nb::class_<PyPlan> bind_plan(nb::module_& m) {
           "end",
           [](const PyPlan& plan) {
             const OpenPlan open = plan.open();
+            const nb::gil_scoped_release released;
             open.team->end_plan(*open.plan);
             registry::remove(open.plan.get());
           },

@@ -98,7 +98,7 @@ void Device::check_owns(Pointer data, const std::string& what) const {
 }
 
 Current::Current(const Device& device) : api_(device.api()) {
-  device.check(api_.push_context(device.context_), "cuCtxPushCurrent");
+  device.check(api_.push_context(device.context()), "cuCtxPushCurrent");
 }
 
 Current::~Current() {
@@ -177,7 +177,7 @@ Buffer::Buffer(const Device& device, size_t nbytes) : device_(device), nbytes_(n
 
 Buffer::~Buffer() {
   ContextHandle before = nullptr;
-  if (device_.api().push_context(device_.context_) != 0) return;
+  if (device_.api().push_context(device_.context()) != 0) return;
   device_.api().free(data_);
   device_.api().pop_context(&before);
 }

@@ -38,14 +38,14 @@ class Device {
 
   const Api& api() const { return api_; }
   int ordinal() const { return ordinal_; }
+  int handle() const { return device_; }
+  ContextHandle context() const { return context_; }
   // Throws DriverError, which names the function and the reason.
   void check(Result result, const char* function) const;
   // Throws Error unless it is memory of this device.
   void check_owns(Pointer data, const std::string& what) const;
 
  private:
-  friend class Current;
-  friend class Buffer;
   const Api& api_;
   const int ordinal_;
   int device_ = 0;

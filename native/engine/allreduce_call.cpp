@@ -109,6 +109,7 @@ bool AllreduceCall::can(Path path, const void* data, size_t count, DType dtype, 
       return true;
     case Path::library:
       return meeting_->channel().can_allreduce(dtype, op == Op::mean ? Op::sum : op);
+    case Path::peer:
     case Path::nccl:
     case Path::hierarchical:
     case Path::unknown:
@@ -160,6 +161,7 @@ void AllreduceCall::take(Path path, const Buffer& b) {
       return staged(b);
     case Path::library:
       return library(b);
+    case Path::peer:
     case Path::nccl:
     case Path::hierarchical:
     case Path::unknown: {

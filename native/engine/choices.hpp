@@ -15,9 +15,9 @@ namespace keras_hpc {
 // An array of the process; one in memory that the ranks of the node share; a slice on its way between nodes; a plan
 // whose tensors are on GPUs.
 enum class Place { own, segment, network, device };
-// The ways for the first two, see allreduce_call.hpp; for the third they are algorithms; the last has staged, nccl
-// and hierarchical.
-enum class Path { slot, push, staged, library, nccl, hierarchical, unknown };
+// The ways for the first two, see allreduce_call.hpp; for the third they are algorithms; the last has staged,
+// peer, nccl and hierarchical.
+enum class Path { slot, push, staged, library, peer, nccl, hierarchical, unknown };
 const char* name_of(Path path);
 Path parse_path(const std::string& name);  // of an allreduce
 

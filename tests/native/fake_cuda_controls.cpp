@@ -10,7 +10,7 @@ EXPORT void fake_reset(int device_count, int delay) {
   devices = device_count;
   first_device = 0;
   fake::delay_us = delay;
-  any_pointer = slow_back = pageable = in_step = hung = back_hangs = false;
+  any_pointer = slow_back = pageable = in_step = hung = back_hangs = spoiled = false;
   failing = "";
   faults = 0;
   lost_device = -1;
@@ -65,14 +65,18 @@ EXPORT void fake_hang(void* stream, int yes) {
   back_hangs = hung && stream == nullptr;
   if (hung && stream != nullptr) of(stream).push([] { hang(); });
 }
+// Kernels that do nothing.
+EXPORT void fake_spoil(int yes) {
+  spoiled = yes != 0;
+}
 EXPORT int fake_calls(const char* name) {
   const std::lock_guard lock(world);
   return calls[name];
 }
-// Streams, events, pinned ranges, allocations and contexts that are still there.
+// Streams, events, modules, pinned ranges, allocations and contexts that are still there.
 EXPORT int fake_left() {
   const std::lock_guard lock(world);
-  int left = streams + events + static_cast<int>(pinned.size() + memory.count());
+  int left = streams + events + modules + static_cast<int>(pinned.size() + memory.count());
   for (const auto& [device, times] : contexts) left += times;
   return left;
 }

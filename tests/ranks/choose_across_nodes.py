@@ -1,6 +1,6 @@
 """Plans on GPUs that are not there, on two nodes: by NCCL alone, or by NCCL within nodes and the engine between them.
 
-On 4 ranks of 2 nodes, with TESTS_FAKE_GPU and TESTS_FAKE_NCCL.
+On 4 ranks of 2 nodes, with TESTS_FAKE_GPU, TESTS_FAKE_NCCL and TESTS_FAKE_NVRTC.
 """
 
 import os
@@ -29,7 +29,7 @@ if rank == 0:
 pretend(staged=1.0, hierarchical=0.9)
 assert way_of(team, "not worth it", 100_000) == "staged"
 assert trials[6:] == ["staged", "hierarchical"]
-assert team.lacks_nccl == {"nccl"}
+assert team.lacks_ways == {"nccl"}
 team.close()
 # As asked for, also of another team.
 os.environ["KERAS_HPC_ALLREDUCE"] = "device:0-=hierarchical;network:0-=ring"

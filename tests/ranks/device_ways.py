@@ -1,4 +1,4 @@
-"""Plans on GPUs that are not there, and which way they go: with TESTS_FAKE_GPU and TESTS_FAKE_NCCL.
+"""Plans on GPUs that are not there, and which way they go: with TESTS_FAKE_GPU, TESTS_FAKE_NCCL and TESTS_FAKE_NVRTC.
 
 `trials` are the ways that were measured, in order.
 """
@@ -11,6 +11,7 @@ import numpy as np
 fake = ctypes.CDLL(os.environ["TESTS_FAKE_GPU"])
 fake.fake_reset(4, 30)
 nccl = ctypes.CDLL(os.environ["TESTS_FAKE_NCCL"])
+nvrtc = ctypes.CDLL(os.environ["TESTS_FAKE_NVRTC"])
 
 from keras_hpc import _native  # noqa: E402
 from keras_hpc.job import device_plans, launch  # noqa: E402
@@ -25,12 +26,13 @@ _measure = device_plans._seconds
 
 def _way_since(before):
     """Return which way plans have gone since `_calls` returned this."""
-    sums, scattered = (now > then for now, then in zip(_calls(), before, strict=True))
-    return "hierarchical" if scattered else "nccl" if sums else "staged"
+    sums, scattered, kernels = (now > then for now, then in zip(_calls(), before, strict=True))
+    return "peer" if kernels else "hierarchical" if scattered else "nccl" if sums else "staged"
 
 
 def _calls():
-    return [nccl.fake_nccl_calls(name) for name in (b"ncclAllReduce", b"ncclReduceScatter")]
+    of_nccl = [nccl.fake_nccl_calls(name) for name in (b"ncclAllReduce", b"ncclReduceScatter")]
+    return [*of_nccl, fake.fake_calls(b"cuLaunchKernel")]
 
 
 def pretend(**seconds):

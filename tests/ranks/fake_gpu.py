@@ -23,6 +23,8 @@ if "TESTS_FAKE_NCCL" in os.environ:
     _nccl = ctypes.CDLL(os.environ["TESTS_FAKE_NCCL"])
     if "TESTS_SHARED_GPU" not in os.environ:
         _fake.fake_show(MPI.COMM_WORLD.rank, 1)  # a GPU of its own
+if "TESTS_FAKE_NVRTC" in os.environ:
+    _nvrtc = ctypes.CDLL(os.environ["TESTS_FAKE_NVRTC"])
 _other_stream = _fake.fake_stream()
 _of_two_streams = []  # tensors
 
@@ -84,6 +86,9 @@ def pytest_sessionfinish(session, exitstatus):
     alone = MPI.COMM_WORLD.size == 1
     if keras.backend.backend() == "torch":
         assert (_of_two_streams == []) == alone
+    if "TESTS_FAKE_NVRTC" in os.environ:
+        assert _fake.fake_calls(b"cuLaunchKernel") > 0
+        return
     if "TESTS_FAKE_NCCL" in os.environ:
         by_nccl = "TESTS_SHARED_GPU" not in os.environ or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         within_nodes = "hierarchical" in os.environ["KERAS_HPC_ALLREDUCE"]

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 kind, what, *arguments = sys.argv[1:]
-ctypes.CDLL(os.environ["TESTS_FAKE_GPU"])
+for library in ("TESTS_FAKE_GPU", "TESTS_FAKE_NVRTC"):
+    ctypes.CDLL(os.environ[library])
 sys.path[0] = str(Path.cwd())
 sys.argv = [what, *arguments]
 if kind == "-c":

@@ -1,12 +1,14 @@
-"""What a rank has on a GPU that is not there, whose tensors a fake NCCL reduces from GPU to GPU."""
+"""What a rank has on a GPU that is not there, reduced from GPU to GPU by a fake NCCL, or a kernel."""
 
 import contextlib
 import threading
+import time
 
 import numpy as np
-from device_steps import COUNTS, DTYPES, Step
-from fake_cuda import Stream, Tensor, driver, nccl
-from in_process import EVERY_SIZE, as_bytes, data_of, run
+import pytest
+from device_steps import COUNTS, DTYPES, Step, engine
+from fake_cuda import Stream, Tensor, driver, nccl, nvrtc
+from in_process import EVERY_SIZE, SOON, as_bytes, data_of, run
 
 from keras_hpc import _native
 
@@ -28,8 +30,9 @@ class Ids:
         return self._id
 
     def open(self, plan, rank):
-        """Open a plan's device. Collective."""
+        """Open a plan's device, whose number this returns. Collective."""
         plan.open_nccl(rank, self.next())
+        return rank
 
 
 class Nodes:
@@ -47,7 +50,7 @@ class Nodes:
         self._ids = [_native.nccl_id() for _ in set(self._nodes)]
 
     def open(self, plan, rank):
-        """Open a plan's device. Collective."""
+        """Open a plan's device, whose number this returns. Collective."""
         self._meeting.wait(30)
         number, node = self._nodes[:rank].count(self._nodes[rank]), self._nodes[rank]
         if rank not in self.peers:
@@ -55,6 +58,7 @@ class Nodes:
             peers.add_choice("network", 0, EVERY_SIZE, "pairwise")
             self.peers[rank] = peers
         plan.open_nccl(rank, self._ids[node], self.peers[rank])
+        return rank
 
     def run(self, work, **options):
         """As in_process.run."""
@@ -70,7 +74,20 @@ class Nodes:
         return run(self._nodes, and_close, timeout=self._timeout, **options)
 
 
-class NcclStep(Step):
+class Peers:
+    """For plans that a kernel reduces; `gpus`: how many the ranks share."""
+
+    def __init__(self, gpus=4):
+        nvrtc()
+        self._gpus = gpus
+
+    def open(self, plan, rank):
+        """Open a plan's device, whose number this returns. Collective."""
+        plan.open_peer(rank % self._gpus)
+        return rank % self._gpus
+
+
+class DirectStep(Step):
     """A plan, a stream and tensors of a rank, on the GPU of its number."""
 
     def __init__(
@@ -78,9 +95,9 @@ class NcclStep(Step):
     ):
         self.counts, self.dtypes = counts, dtypes
         specs = [(f"t{i}", dtype, n) for i, (n, dtype) in enumerate(zip(counts, dtypes, strict=True))]
-        self.plan = team.plan("by nccl", specs, op, weighted, wire, in_segment=True, bucket_bytes=bucket_bytes)
-        ids.open(self.plan, rank)
-        self.begin([Tensor(array, rank) for array in data_of(rank, counts, dtypes)], rank)
+        self.plan = team.plan("direct", specs, op, weighted, wire, in_segment=True, bucket_bytes=bucket_bytes)
+        device = ids.open(self.plan, rank)
+        self.begin([Tensor(array, device) for array in data_of(rank, counts, dtypes)], rank)
 
     def abandon(self, team):
         """What cannot go on, ends with its team."""
@@ -94,7 +111,7 @@ class NcclStep(Step):
 
 def steps(team, rank, ids, count, weights=None, poison=(), **options):
     """Return the results of steps; `poison`: ranks all of whose values are NaN."""
-    with contextlib.closing(NcclStep(team, rank, ids, weighted=weights is not None, **options)) as step:
+    with contextlib.closing(DirectStep(team, rank, ids, weighted=weights is not None, **options)) as step:
         results = []
         for number in range(count):
             arrays = data_of(rank, step.counts, step.dtypes, number)
@@ -105,8 +122,7 @@ def steps(team, rank, ids, count, weights=None, poison=(), **options):
         return results
 
 
-def host_and_device(team, rank, ids, count):
-    """Steps in which a tensor is on the host, and another one now here, now there, now zeros."""
+def _host_and_device(team, rank, ids, count):
     specs = [("x", "float32", 5000), ("n", "float32", 3), ("y", "float32", 100)]
     plan = team.plan("mixed", specs, "mean", True, in_segment=True)
     ids.open(plan, rank)
@@ -131,3 +147,80 @@ def host_and_device(team, rank, ids, count):
     x.free()
     y.free()
     return found
+
+
+def check_host_and_device(ids):
+    """Steps in which a tensor is on the host, and another one now here, now there, now zeros."""
+    for found in run([0, 0], lambda team, rank: _host_and_device(team, rank, ids, 6)):
+        for number, (x, n, y) in enumerate(found):
+            assert (x == 3.0 + number).all()
+            assert (n == 3.0 + number).all()
+            assert (y == (0.0 if number % 3 == 2 else 1.0)).all()
+
+
+def check_weights_on_the_device(ids, dtype):
+    """Steps whose weights a kernel of the framework has computed."""
+
+    def work(team, rank):
+        plan = team.plan("x", [("x", "float32", 5000)], "mean", True, in_segment=True)
+        ids.open(plan, rank)
+        stream, x, weight = Stream(), Tensor(np.empty(5000, np.float32), rank), Tensor(np.empty(1, dtype), rank)
+        found = []
+        for number in range(4):
+            weight.write(stream, np.full(1, 1 + 2 * rank if number % 2 else 2, dtype))
+            x.write(stream, np.full(5000, 4.0 * rank + number, np.float32))
+            assert engine.khpc_start_on(plan.id, 0, x.address, weight.address, weight.nbytes, stream.handle) == 0
+            assert engine.khpc_wait_on(plan.id, stream.handle) == 0
+            found.append(x.read(stream))
+        with pytest.raises(_native.Error, match="is not pipelined"):
+            plan.second_on([x.address], stream.handle)
+        plan.end()
+        stream.close()
+        x.free()
+        weight.free()
+        return found
+
+    for found in run([0, 0], work):
+        for number, mean in enumerate(found):
+            assert (mean == (3.0 if number % 2 else 2.0) + number).all()
+
+
+def error_without_the_other(ids, how, nodes):
+    """Return what rank 0 hears whose step another rank does not come to: because it is late, or has closed its team."""
+    everyone = threading.Barrier(2)
+
+    def work(team, rank):
+        with contextlib.closing(DirectStep(team, rank, ids)) as step:
+            if rank == 0:
+                step.start(data_of(rank, COUNTS, DTYPES))
+                with pytest.raises(_native.Error) as error:
+                    step.wait()
+                step.abandon(team)
+                everyone.wait(30)
+                return str(error.value)
+            if how == "closed":
+                team.close()
+                step.is_over = True
+            everyone.wait(30)
+            step.abandon(team)
+            return ""
+
+    return run(nodes, work, timeout=1.5 if how == "late" else 15)[0]
+
+
+def check_end_in_a_step(ids):
+    """What a plan that ends has under way is ended, though the other rank has not come; and the team goes on."""
+
+    def work(team, rank):
+        with contextlib.closing(DirectStep(team, rank, ids)) as step:
+            if rank == 0:
+                step.start(data_of(rank, COUNTS, DTYPES))
+                driver().fake_finish(step.stream.handle)
+                driver().fake_in_step(0)
+            begin = time.monotonic()
+            step.plan.end()
+            step.is_over = True
+            team.barrier()
+            assert time.monotonic() - begin < SOON
+
+    run([0, 0], work)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""N1: NVIDIA's NCCL below a plan, as a job: `mpiexec -n 2 python -m benchmarks.gpu.nccl`.
+"""N1: plans that are reduced from GPU to GPU, as a job: `mpiexec -n 2 python -m benchmarks.gpu.direct nccl`, or `peer`.
 
-Ranks that share a GPU can use NCCL from 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1, which this sets. With an older one
-the plan has to be refused on all ranks alike, with NCCL's or our reason.
+Ranks that share a GPU can use NVIDIA's NCCL from 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1, which this sets. With an
+older one the plan has to be refused on all ranks alike, with NCCL's or our reason. The engine's kernel, `peer`, needs
+NVRTC and ranks of one node.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from benchmarks.gpu import say
 from benchmarks.gpu.staged import times_of
 from keras_hpc import _native
-from keras_hpc.job import launch, nccl
+from keras_hpc.job import launch, nccl, peer
 from keras_hpc.job.plan import Plan, TensorSpec
 from keras_hpc.job.team import Team
 from keras_hpc.job.team_making import make_team
@@ -28,6 +29,7 @@ _COUNTS = [7, 1000, 300_000, 4096, 70_001]
 def main() -> None:
     """Measure what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("way", choices=("nccl", "peer"))
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--largest", type=int, default=256 << 20, help="bytes, of the table")
     arguments = parser.parse_args()
@@ -37,37 +39,53 @@ def main() -> None:
     team = make_team(world, 0, 1, 60.0, 30.0)
     try:
         specs = [TensorSpec(f"t{number}", (count,), "float32") for number, count in enumerate(_COUNTS)]
-        plan = team.plan("by NCCL", specs, in_segment=True, device=-1)
-        version, problem = _open(plan, ordinal)
+        plan = team.plan("direct", specs, in_segment=True, device=-1)
+        problem, about = _open(plan, ordinal, arguments.way), _VERSIONS[arguments.way]()
         if team.rank == 0:
-            sys.stderr.write(f"NCCL {version}: {problem or 'reduces from GPU to GPU'}\n")
-            say("N1", f"NCCL {version} with {team.size} ranks here: used, or refused on all", 1 - bool(problem), "")
+            sys.stderr.write(f"{about}: {problem or 'reduces from GPU to GPU'}\n")
+            say("N1", f"{about} with {team.size} ranks here: used, or refused on all", 1 - bool(problem), "")
         if not problem:
-            _check_values(team, plan, ordinal, arguments.steps)
-            _measure(team, ordinal, arguments.largest)
+            _check_values(team, plan, ordinal, arguments)
+            _measure(team, ordinal, arguments)
     finally:
         team.close()
         world.close()
 
 
-def _open(plan: Plan, ordinal: int) -> tuple[int, str]:
-    """Return the version of NCCL, and why it does not reduce the plan, if it does not. Collective."""
-    problem = ""
+def _version_of_nccl() -> str:
     try:
-        plan.open_nccl(ordinal, nccl.agree(plan, ordinal))
+        return f"NCCL {nccl.load()}"
     except _native.Error as error:
-        problem = str(error)
+        return str(error)
+
+
+def _version_of_nvrtc() -> str:
     try:
-        return nccl.load(), problem
-    except _native.Error:
-        return 0, problem
+        return "kernel by NVRTC {}.{}".format(*_native.load_nvrtc(peer.compiler()))
+    except _native.Error as error:
+        return str(error)
 
 
-def _check_values(team: Team, plan: Plan, ordinal: int, steps: int) -> None:
+_VERSIONS = {"nccl": _version_of_nccl, "peer": _version_of_nvrtc}
+
+
+def _open(plan: Plan, ordinal: int, way: str) -> str:
+    """Return why the plan is not reduced in this way, if it is not. Collective."""
+    try:
+        if way == "nccl":
+            plan.open_nccl(ordinal, nccl.agree(plan, ordinal))
+        else:
+            plan.open_peer(ordinal, peer.compiler())
+    except _native.Error as error:
+        return str(error)
+    return ""
+
+
+def _check_values(team: Team, plan: Plan, ordinal: int, arguments: argparse.Namespace) -> None:
     """Weighted means are those of NumPy but for rounding, and the same bits on all ranks."""
     places = [_native.DeviceArray(ordinal, 4 * count) for count in _COUNTS]
     largest, digest = 0.0, hashlib.sha256()
-    for step in range(steps):
+    for step in range(arguments.steps):
         arrays = [
             [np.random.default_rng([step, rank]).standard_normal(count, np.float32) for count in _COUNTS]
             for rank in range(team.size)
@@ -88,23 +106,24 @@ def _check_values(team: Team, plan: Plan, ordinal: int, steps: int) -> None:
             digest.update(found.tobytes())
     equal = len(set(team.allgather_object(digest.hexdigest(), "N1"))) == 1
     if team.rank == 0:
-        say("N1", f"largest difference to NumPy, {steps} steps", largest, "", "<= 1e-6", holds=largest <= 1e-6)
-        say("N1", "ranks with other bits than rank 0", 0 if equal else 1, "", "0", holds=equal)
+        what = f"{arguments.way}: largest difference to NumPy, {arguments.steps} steps"
+        say("N1", what, largest, "", "<= 1e-6", holds=largest <= 1e-6)
+        say("N1", f"{arguments.way}: ranks with other bits than rank 0", 0 if equal else 1, "", "0", holds=equal)
 
 
-def _measure(team: Team, ordinal: int, largest: int) -> None:
+def _measure(team: Team, ordinal: int, arguments: argparse.Namespace) -> None:
     size = 4096
-    while size <= largest:
+    while size <= arguments.largest:
         place = _native.DeviceArray(ordinal, size)
-        plan = team.plan(f"NCCL {size}", [TensorSpec("x", (size // 4,), "float32")], in_segment=True, device=-1)
-        plan.open_nccl(ordinal, nccl.agree(plan, ordinal))
+        plan = team.plan(f"{size} B", [TensorSpec("x", (size // 4,), "float32")], in_segment=True, device=-1)
+        _open(plan, ordinal, arguments.way)
 
         def step(place=place, plan=plan, size=size) -> None:  # type: ignore[no-untyped-def]
             plan.start_on(0, place.address, size, 1.0, place.stream)
             plan.wait_on(place.stream)
             place.finish()
 
-        for name, milliseconds in times_of(team, {"plan, NCCL": step}):
+        for name, milliseconds in times_of(team, {f"plan, {arguments.way}": step}):
             if team.rank == 0:
                 say("allreduce", f"{size >> 10} KiB, {name}", milliseconds, "ms")
         plan.end()

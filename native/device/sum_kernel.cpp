@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device/sum_kernel.hpp"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "common/error.hpp"
+#include "common/waiting.hpp"
+#include "device/nvrtc_api.hpp"
+
+namespace keras_hpc::device {
+namespace {
+
+constexpr unsigned kThreads = 512;  // of a block
+constexpr double kTrialSeconds = 10;
+constexpr auto kNap = std::chrono::microseconds(10);
+
+template <class Function>
+void bind_nvrtc(void* library, Function& function, const char* symbol) {
+  void* address = dlsym(library, symbol);
+  if (address == nullptr)
+    throw Error(std::string("NVRTC is too old: it has no function ") + symbol + ". Expected 11.2 or newer.");
+  std::memcpy(&function, &address, sizeof address);
+}
+
+void* open_nvrtc(const std::string& path) {
+  constexpr const char* names[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2"};
+  for (const char* name : names)
+    if (void* loaded = dlopen(name, RTLD_LAZY | RTLD_NOLOAD)) return loaded;
+  if (void* wheel = path.empty() ? nullptr : dlopen(path.c_str(), RTLD_LAZY | RTLD_LOCAL)) return wheel;
+  for (const char* name : names)
+    if (void* system = dlopen(name, RTLD_LAZY | RTLD_LOCAL)) return system;
+  throw Error(std::string("NVRTC, CUDA's compiler, cannot be loaded: ") + dlerror());
+}
+
+// A program of NVRTC's, as long as it lives.
+class Program {
+ public:
+  explicit Program(const char* source) : api_(nvrtc()) {
+    check(api_.create(&handle_, source, "sum.cu", 0, nullptr, nullptr), "nvrtcCreateProgram");
+  }
+  ~Program() { api_.destroy(&handle_); }
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
+
+  std::string compile(const std::vector<const char*>& options) {
+    if (const Result result = api_.compile(handle_, static_cast<int>(options.size()), options.data()); result != 0) {
+      size_t size = 0;
+      api_.log_size(handle_, &size);
+      std::string log(size, 0);
+      if (size > 0) api_.log(handle_, log.data());
+      throw Error(std::string("NVRTC: nvrtcCompileProgram failed: ") + api_.error_text(result) + ". " + log.c_str());
+    }
+    size_t size = 0;
+    check(api_.binary_size(handle_, &size), "nvrtcGetCUBINSize");
+    std::string binary(size, 0);
+    check(api_.binary(handle_, binary.data()), "nvrtcGetCUBIN");
+    return binary;
+  }
+
+ private:
+  void check(Result result, const char* function) const {
+    if (result != 0) throw Error(std::string("NVRTC: ") + function + " failed: " + api_.error_text(result) + ".");
+  }
+  const NvrtcApi& api_;
+  NvrtcProgram handle_ = nullptr;
+};
+
+int attribute(const Device& device, int number) {
+  int value = 0;
+  device.check(device.api().device_attribute(&value, number, device.handle()), "cuDeviceGetAttribute");
+  return value;
+}
+
+// For GPUs of one kind, which the kernel's code is made for: drivers older than NVRTC take that, but no PTX of it.
+const std::string& binary_for(int capability) {
+  static std::mutex mutex;
+  static auto& known = *new std::map<int, std::string>;
+  const std::lock_guard lock(mutex);
+  std::string& binary = known[capability];
+  if (!binary.empty()) return binary;
+  const std::string kind = "--gpu-architecture=sm_" + std::to_string(capability);
+  // A product and a sum are rounded one after the other, as on the host.
+  return binary = Program(kSumKernel).compile({kind.c_str(), "--std=c++17", "--fmad=false"});
+}
+
+}  // namespace
+
+const NvrtcApi& nvrtc(const std::string& path) {
+  static std::mutex mutex;
+  static const NvrtcApi* found = nullptr;
+  const std::lock_guard lock(mutex);
+  if (found != nullptr) return *found;
+  void* library = open_nvrtc(path);
+  NvrtcApi api;
+#define KERAS_HPC_BIND(name, symbol, type) bind_nvrtc(library, api.name, symbol);
+  KERAS_HPC_NVRTC_API(KERAS_HPC_BIND)
+#undef KERAS_HPC_BIND
+  found = new NvrtcApi(api);  // never unloaded
+  return *found;
+}
+
+SumKernel::SumKernel(const Device& device)
+    : device_(device), most_blocks_(static_cast<unsigned>(std::max(1, attribute(device, kMultiprocessors)))) {
+  const int capability = 10 * attribute(device, kMajorCapability) + attribute(device, kMinorCapability);
+  const Current current(device_);
+  device_.check(device_.api().load_module(&module_, binary_for(capability).data()), "cuModuleLoadData");
+  try {
+    try_to_launch();
+  } catch (const std::exception&) {
+    device_.api().unload_module(module_);
+    throw;
+  }
+}
+
+// On no memory at all: what cannot be launched here is known now, and not in a step.
+void SumKernel::try_to_launch() const {
+  const Stream stream(device_);
+  Event over(device_);
+  for (const DType dtype : {DType::float16, DType::bfloat16, DType::float32, DType::float64})
+    launch(dtype, {}, stream.handle());
+  over.record(stream.handle());
+  for (const auto begin = Clock::now(); !over.is_over(); std::this_thread::sleep_for(kNap))
+    if (seconds_since(begin) > kTrialSeconds) throw Timeout("The GPU does not do what it is given.");
+}
+
+SumKernel::~SumKernel() {
+  ContextHandle before = nullptr;
+  if (device_.api().push_context(device_.context()) != 0) return;
+  device_.api().unload_module(module_);
+  device_.api().pop_context(&before);
+}
+
+void SumKernel::launch(DType dtype, const Sum& sum, StreamHandle stream) const {
+  FunctionHandle function = nullptr;
+  const std::string name = std::string("sum_") + name_of(dtype);
+  device_.check(device_.api().find_function(&function, module_, name.c_str()), "cuModuleGetFunction");
+  const auto blocks =
+      static_cast<unsigned>(std::clamp<unsigned long long>((sum.lines + kThreads - 1) / kThreads, 1, most_blocks_));
+  Sum told = sum;
+  void* parameters[] = {&told};
+  device_.check(device_.api().launch(function, blocks, 1, 1, kThreads, 1, 1, 0, stream, parameters, nullptr),
+                "cuLaunchKernel");
+}
+
+}  // namespace keras_hpc::device
