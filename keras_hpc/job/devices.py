@@ -145,6 +145,18 @@ def describe_speeds(device: Device | None, nbytes: int = 64 << 20) -> str:
     return f"to the host {to_host / 1e9:.1f} GB/s, back {to_device / 1e9:.1f} GB/s ({nbytes >> 20} MiB, pinned)"
 
 
+def describe_peers(team: Any, device: Device, nbytes: int = 64 << 20) -> str:
+    """Measure how fast a rank's GPU copies from that of the next rank on its node; return it, one line. Collective."""
+    try:
+        speed = _native.peer_speed(team.native, device.ordinal, nbytes)
+    except _native.Error as error:
+        return str(error)
+    nodes = team.world.node_of_rank
+    if nodes.count(nodes[team.rank]) == 1:
+        return "no other rank on this node"
+    return f"from the next rank's {speed / 1e9:.1f} GB/s ({nbytes >> 20} MiB)"
+
+
 def describe(device: Device | None) -> str:
     """Return what a rank computes on, one line."""
     if device is not None:

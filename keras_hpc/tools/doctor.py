@@ -69,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     team.barrier()  # GPUs of a node copy at the same time, as in a step
     about_me["copies"] = devices.describe_speeds(job.device)
+    about_me["peers"] = "" if job.device is None else devices.describe_peers(team, job.device)
     everyone = team.allgather_object(about_me, "what doctor knows of the ranks")
     communication = _communication(job, arguments.parameters)
     measured = _measure(job, arguments.parameters)
@@ -76,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     communication["computes on"] = _of_ranks([me["device"] for me in everyone])
     if job.device is not None:
         communication["GPU copies"] = _of_ranks([me["copies"] for me in everyone])
+        communication["GPU to GPU"] = _of_ranks([me["peers"] for me in everyone])
         communication["pinned memory"] = _pinned(job, job.device.ordinal, arguments.parameters)
         communication["NCCL"] = _of_ranks([me["nccl"] for me in everyone])
         communication["NVRTC"] = _of_ranks([me["nvrtc"] for me in everyone])

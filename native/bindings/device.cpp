@@ -102,18 +102,36 @@ void open_nccl(const PyPlan& plan, int ordinal, const nb::bytes& id, const PyTea
   });
 }
 
+// Calls f(area), with what ranks show each other their GPUs' memory by; where it fails, the others are told.
+// Collective.
+template <class F>
+auto sharing_memory(Team& team, F&& f) {
+  const auto area = team.make_area(device::PeerMemory::area_bytes());
+  try {
+    return f(area);
+  } catch (const std::exception& error) {
+    const Topology& topology = team.topology();
+    device::PeerMemory::refuse(*area, topology, "rank " + std::to_string(topology.rank) + ": " + error.what());
+    throw;
+  }
+}
+
 void open_peer(const PyPlan& plan, int ordinal, const std::string& nvrtc_path) {
   const OpenPlan open = plan.open();
   WithoutGil()([&] {
-    const Topology& topology = open.team->topology();
-    const auto area = open.team->make_area(device::PeerMemory::area_bytes());
-    try {
+    sharing_memory(*open.team, [&](const std::shared_ptr<Area>& area) {
       device::nvrtc(nvrtc_path);
       attach(open, std::make_shared<PeerPlan>(*open.team, *open.plan, ordinal, area));
-    } catch (const std::exception& error) {
-      device::PeerMemory::refuse(*area, topology, "rank " + std::to_string(topology.rank) + ": " + error.what());
-      throw;
-    }
+    });
+  });
+}
+
+double peer_speed(const PyTeam& owner, int ordinal, size_t nbytes) {
+  const auto team = owner.get();
+  return WithoutGil()([&] {
+    return sharing_memory(*team, [&](const std::shared_ptr<Area>& area) {
+      return device::measure_peer_speed(ordinal, area, team->topology(), nbytes);
+    });
   });
 }
 
@@ -221,6 +239,8 @@ void bind_device(nb::module_& m, nb::class_<PyPlan>& plan) {
         return std::make_tuple(speeds.to_host, speeds.to_device);
       },
       "ordinal"_a, "nbytes"_a, "Bytes per second from a GPU to pinned memory, and back, in copies of so many bytes.");
+  m.def("peer_speed", &peer_speed, "team"_a, "ordinal"_a, "nbytes"_a,
+        "Collective. Bytes per second from the GPU of the node's next rank to this one's, in copies of so many bytes.");
   m.def(
       "load_nccl",
       [](const std::string& path) {

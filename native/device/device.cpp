@@ -182,9 +182,23 @@ Buffer::~Buffer() {
   device_.api().pop_context(&before);
 }
 
-Speeds measure_speeds(int ordinal, size_t nbytes) {
+double measure_speed(const Device& device, const Stream& stream, size_t nbytes, const std::function<void()>& copy) {
   constexpr int copies = 4, times = 3;
   constexpr double limit_seconds = 10;
+  Event event(device);
+  double best = 0;
+  for (int time = 0; time <= times; ++time) {  // the first one warms up
+    const auto begin = Clock::now();
+    for (int i = 0; i < copies; ++i) copy();
+    event.record(stream.handle());
+    while (!event.is_over())
+      if (seconds_since(begin) > limit_seconds) throw Timeout("The GPU does not do what it is given.");
+    if (time > 0) best = std::max(best, copies * static_cast<double>(nbytes) / seconds_since(begin));
+  }
+  return best;
+}
+
+Speeds measure_speeds(int ordinal, size_t nbytes) {
   const Device device(ordinal);
   const Current current(device);
   const std::shared_ptr<std::byte> host = pages(nbytes);
@@ -192,26 +206,14 @@ Speeds measure_speeds(int ordinal, size_t nbytes) {
   const Pinned pinned(device, host.get(), nbytes);
   const Buffer buffer(device, nbytes);
   const Stream stream(device);
-  Event event(device);
-  const auto best_of = [&](auto&& copy) {
-    double best = 0;
-    for (int time = 0; time <= times; ++time) {  // the first one warms up
-      const auto begin = Clock::now();
-      for (int i = 0; i < copies; ++i) copy();
-      event.record(stream.handle());
-      while (!event.is_over())
-        if (seconds_since(begin) > limit_seconds) throw Timeout("The GPU does not do what it is given.");
-      if (time > 0) best = std::max(best, copies * static_cast<double>(nbytes) / seconds_since(begin));
-    }
-    return best;
-  };
   const Api& api = device.api();
-  return {best_of([&] {
-            device.check(api.copy_to_host(host.get(), buffer.data(), nbytes, stream.handle()), "cuMemcpyDtoHAsync");
-          }),
-          best_of([&] {
-            device.check(api.copy_to_device(buffer.data(), host.get(), nbytes, stream.handle()), "cuMemcpyHtoDAsync");
-          })};
+  const auto to_host = [&] {
+    device.check(api.copy_to_host(host.get(), buffer.data(), nbytes, stream.handle()), "cuMemcpyDtoHAsync");
+  };
+  const auto to_device = [&] {
+    device.check(api.copy_to_device(buffer.data(), host.get(), nbytes, stream.handle()), "cuMemcpyHtoDAsync");
+  };
+  return {measure_speed(device, stream, nbytes, to_host), measure_speed(device, stream, nbytes, to_device)};
 }
 
 }  // namespace keras_hpc::device

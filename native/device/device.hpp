@@ -2,6 +2,7 @@
 // A GPU, and what of it a plan owns: streams, events, pinned memory.
 #pragma once
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -134,11 +135,14 @@ class Pinned {
 // That this process has pinned.
 size_t pinned_bytes();
 
+// Bytes per second of copies of so many bytes that `copy` gives the stream: the best of some. With the device's
+// context. Throws DriverError; Timeout if the device does not answer within seconds.
+double measure_speed(const Device& device, const Stream& stream, size_t nbytes, const std::function<void()>& copy);
 // Bytes per second between a device and pinned memory of the host, of copies of so many bytes: the best of some.
 struct Speeds {
   double to_host, to_device;
 };
-// Takes tens of milliseconds. Throws DriverError; Timeout if the device does not answer within seconds.
+// Takes tens of milliseconds.
 Speeds measure_speeds(int ordinal, size_t nbytes);
 
 }  // namespace keras_hpc::device

@@ -165,4 +165,22 @@ void PeerMemory::abandon() {
   new std::shared_ptr<Part>(std::move(mine_));
 }
 
+double measure_peer_speed(int ordinal, const std::shared_ptr<Area>& area, const Topology& topology, size_t nbytes) {
+  constexpr double limit_seconds = 30;
+  PeerMemory memory(ordinal, area, topology, nbytes);
+  const auto begin = Clock::now();
+  memory.connect([&] {
+    if (seconds_since(begin) > limit_seconds) throw Timeout("Other ranks have not shown their GPU's memory.");
+    std::this_thread::sleep_for(kNap);
+  });
+  const Device device(ordinal);
+  const Current current(device);
+  const Buffer buffer(device, nbytes);
+  const Stream stream(device);
+  const Pointer theirs = memory.of((topology.local_rank + 1) % topology.local_size());
+  return measure_speed(device, stream, nbytes, [&] {
+    device.check(device.api().copy_within(buffer.data(), theirs, nbytes, stream.handle()), "cuMemcpyDtoDAsync");
+  });
+}
+
 }  // namespace keras_hpc::device

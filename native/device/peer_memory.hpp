@@ -61,4 +61,8 @@ class PeerMemory {
   std::vector<Pointer> opened_;  // of other processes
 };
 
+// Bytes per second of copies from the GPU of the node's next rank to this rank's. Collective on the node; `area` as for
+// PeerMemory. Throws Error where a rank has no memory, or this device cannot reach it.
+double measure_peer_speed(int ordinal, const std::shared_ptr<Area>& area, const Topology& topology, size_t nbytes);
+
 }  // namespace keras_hpc::device
