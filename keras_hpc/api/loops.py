@@ -42,8 +42,9 @@ def step(samples: Any) -> Iterator[None]:
     """Context for one step of a training loop of your own: gradients count in proportion to the ranks' samples.
 
     Inside, random layers and the framework's own random functions draw other numbers on each rank. It may stand inside
-    of a `tf.function` or `jax.jit`, or around one, which JAX then compiles for each number of samples. Every rank must
-    take part in every step; one without samples passes 0, and its gradients are not read.
+    of a `tf.function` or `jax.jit`, or around one: JAX then compiles it for each number of samples, and on TensorFlow
+    its first call must be in a step, too. Every rank must take part in every step; one without samples passes 0, and
+    its gradients are not read.
 
     ```python
     for x, y in keras_hpc.shard(dataset):
