@@ -24,11 +24,11 @@ def counted(samples: Any) -> Iterator[Any]:
     """Context of a step with so many samples. Gives what compiled functions count it by.
 
     Args:
-        samples: of this rank, a number or a scalar tensor.
+        samples: of this rank, a number or a scalar tensor; None if ranks count alike.
     """
     backend = backends.current()
     name = backend.__name__.rpartition(".")[2]
-    if name == "torch" or backend.in_program():  # PyTorch counts outside of what it compiles
+    if samples is None or name == "torch" or backend.in_program():  # PyTorch counts outside of what it compiles
         yield samples
     elif name == "tensorflow":
         variable = _variable()
