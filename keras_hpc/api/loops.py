@@ -42,8 +42,9 @@ def step(samples: Any) -> Iterator[None]:
     """Context for one step of a training loop of your own: gradients count in proportion to the ranks' samples.
 
     Inside, random layers and the framework's own random functions draw other numbers on each rank. It may stand inside
-    of a `tf.function` or `jax.jit`. Every rank must take part in every step; one without samples passes 0, and its
-    gradients are not read.
+    of a `tf.function` or `jax.jit`, or around one: JAX then compiles it for each number of samples, and on TensorFlow
+    its first call must be in a step, too. Every rank must take part in every step; one without samples passes 0, and
+    its gradients are not read.
 
     ```python
     for x, y in keras_hpc.shard(dataset):
@@ -59,10 +60,11 @@ def step(samples: Any) -> Iterator[None]:
         return
     if current.job().virtual is not None:
         raise ValueError("With init(virtual_ranks=) models are trained by `fit` so far. Received: keras_hpc.step()")
+    from keras_hpc.backends.samples import counted
     from keras_hpc.keras_hooks import running
     from keras_hpc.keras_hooks.state import seeds
 
-    with running.running_step(running.Step(None, "loop", False, samples)), seeds.of_rank(None):
+    with counted(samples) as count, running.running_step(running.Step(None, "loop", False, count)), seeds.of_rank(None):
         yield
 
 

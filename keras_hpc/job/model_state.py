@@ -101,6 +101,7 @@ class Known:
         teams: the number of the team that a model or optimizer was assigned to.
         clipped: who stands for the optimizer of variables whose gradients are clipped before it gets them, by the ids
             of the variables.
+        numbers_of_samples: those that steps of the user's own have had, where JAX compiles for each.
         gone: the keys of those that do not exist any more.
         named: how many keys were given.
         has_failed: whether a call of a model has failed on this rank since ranks last agreed on `named`.
@@ -116,6 +117,7 @@ class Known:
         self._naming = threading.Lock()
         self._moves = itertools.count(1)
         self.clipped: dict[tuple[int, ...], Any] = {}
+        self.numbers_of_samples: set[float] = set()
         self.gone: list[str] = []
         self.named = 0
         self.has_failed = False

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from keras_hpc.backends import samples
 from keras_hpc.spatial.run import Order
 
 
@@ -153,9 +154,11 @@ def running_step(value: Step | None) -> contextlib.AbstractContextManager[None]:
     return _with(step=value)
 
 
-def running_call(value: Call) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def running_call(value: Call) -> Iterator[None]:
     """Context in which `value` is the running call."""
-    return _with(call=value, step=None)
+    with samples.uncounted(), _with(call=value, step=None):
+        yield
 
 
 def only_building() -> contextlib.AbstractContextManager[None]:
