@@ -26,8 +26,9 @@ def counted(samples: Any) -> Iterator[Any]:
     Args:
         samples: of this rank, a number or a scalar tensor; None if ranks count alike.
     """
-    backend = backends.current()
-    name = backend.__name__.rpartition(".")[2]
+    import keras
+
+    backend, name = backends.current(), keras.backend.backend()
     if samples is None or name == "torch" or backend.in_program():  # PyTorch counts outside of what it compiles
         yield samples
     elif name == "tensorflow":
@@ -48,7 +49,9 @@ def counted(samples: Any) -> Iterator[Any]:
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
     """Context of what counts samples itself, as `train_on_batch`: on JAX it is not compiled for those of the step."""
-    if backends.current().__name__.endswith("jax") and not backends.current().in_program():
+    import keras
+
+    if keras.backend.backend() == "jax" and not backends.current().in_program():
         with _jax_context()(None):
             yield
     else:
