@@ -178,7 +178,8 @@ def recomputed(grows):
     x = layers.LayerNormalization(axis=(1, 2, 3), name="of_space")(layers.GroupNormalization(2, name="groups")(x))
     x = layers.ZeroPadding2D(1, name="padded")(x)
     x = layers.Reshape((*x.shape[1:3], 4), name="merged")(layers.Reshape((*x.shape[1:3], 2, 2), name="apart")(x))
-    return keras.Model(inputs, layers.Conv2D(2, 3, strides=2, name="valid")(x * ops.mean(x, axis=(1, 2), keepdims=True)))
+    x = layers.Conv2D(2, 3, strides=2, name="valid")(x * ops.mean(x, axis=(1, 2), keepdims=True))
+    return keras.Model(inputs, x)
 
 
 @pytest.mark.skipif(not hasattr(keras, "RematScope"), reason="an older Keras")

@@ -240,6 +240,7 @@ def test_extents_that_tensorflow_does_not_know(grid):
     x = np.ones((2, 24, 6, 2), "float32")
     unknown = tf.TensorSpec((None, None, None, 2))
     data = tf.data.Dataset.from_generator(lambda: iter([(x, x)]), output_signature=(unknown, unknown))
+    data = data.apply(tf.data.experimental.assert_cardinality(1))
     inputs = keras.Input((24, 6, 2))
     model = keras.Model(inputs, layers.Conv2D(2, 3, padding="same")(inputs))
     model.compile("sgd", "mse")
