@@ -34,5 +34,7 @@ def fault_of(
             wanted = f"all {extent} rows of axis {axis}, or {part_of_it}"
         else:
             continue
-        return f"Expected {wanted}. Received: {'an unknown number of' if rows is None else rows} rows"
+        if rows is None:
+            return f"Expected {wanted}. Received: an unknown number of rows, which `tf.ensure_shape` in a `map` tells"
+        return f"Expected {wanted}. Received: {rows} rows"
     return None

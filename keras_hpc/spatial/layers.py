@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import keras
 from keras import layers
 
-from keras_hpc.spatial import asking, geometry
+from keras_hpc.spatial import asking, geometry, settings
 
 CONVOLUTIONS = (
     *(layers.Conv1D, layers.Conv2D, layers.Conv3D, layers.DepthwiseConv1D, layers.DepthwiseConv2D),
@@ -189,7 +189,7 @@ def adds_borders(
 
     So the part's input is not copied into a larger tensor, and the framework pads as it does on one rank: it may have
     better programs for that. Not on PyTorch, where autograd copies a gradient behind whatever is added in place; nor
-    where sums of 16 bits would be rounded twice.
+    where sums of 16 bits would be rounded twice, or the rows of others would be needed again backward.
 
     Args:
         layer: of `WINDOWED`.
@@ -201,6 +201,8 @@ def adds_borders(
     if type(layer) not in _BORDERED or layer.padding != "same" or have != want or len(have) != 1:
         return False
     if keras.backend.backend() == "torch" or layer.compute_dtype not in ("float32", "float64"):
+        return False
+    if settings.is_recomputed(layer):
         return False
     index = min(have) - 1
     axis, parts = axes[index], grid.parts[index]

@@ -17,7 +17,7 @@ from typing import Any
 from keras import layers
 
 from keras_hpc.spatial import geometry
-from keras_hpc.spatial.windows import with_settings
+from keras_hpc.spatial.settings import with_settings
 
 # Along one axis, or several, of an output with the axes of the input.
 _ALONG_AXES = frozenset(

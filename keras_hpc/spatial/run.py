@@ -16,7 +16,7 @@ import numpy as np
 from keras import ops
 
 from keras_hpc import backends
-from keras_hpc.spatial import extents, geometry, operations, statistics, windows
+from keras_hpc.spatial import extents, geometry, operations, settings, statistics, windows
 from keras_hpc.spatial.fetch import Fetch, Fill, fetch
 from keras_hpc.spatial.group import Group
 from keras_hpc.spatial.masks import Masks
@@ -219,9 +219,10 @@ class Runner:
                 return windows.compute(layer, step.axes, step.splits[0], grid, place, args[0], call)
             if step.kind == "statistics":
                 own = self._statistics(name, node, layer)
-                with windows.with_settings(layer, {"call": own}):
+                with settings.once(layer, {"call": own}):
                     return call(*args, **kwargs)
-            outputs = call(*args, **kwargs)
+            with settings.again_in(layer, lambda: _running(part, over)):
+                outputs = call(*args, **kwargs)
         if step.kind in ("average", "maximum"):
             mask = kwargs.get("mask", self._masks.of(args[0]))
             return self._over_group(step.kind, name, node, args[0], outputs, mask)
@@ -295,7 +296,8 @@ class Runner:
 
     def _gathered(self, name: str, row: Any) -> Any:
         """Return (batch, ranks, channels) of (batch, 1, channels)."""
-        return backends.current().exchange(self._group.gather(name), row, 1, _layer.order)
+        # None where a layer is computed again, backward.
+        return backends.current().exchange(self._group.gather(name), row, 1, _layer.order or Order())
 
     # ---- fetches
 

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras import ops
 
 from keras_hpc.spatial import geometry
 from keras_hpc.spatial import layers as kinds
-
-_MISSING = object()
+from keras_hpc.spatial.settings import again_in, with_settings
 
 
 def compute(
@@ -35,7 +34,7 @@ def compute(
         x: the window of the layer's input, padding included.
         call: calls the layer.
     """
-    layer = kinds.core_of(layer)
+    outer, layer = layer, kinds.core_of(layer)
     kind = type(layer)
     if kind in kinds.PADDING or kind in kinds.CROPPING:
         return x
@@ -43,7 +42,11 @@ def compute(
         geometry.bounds(axis.outputs, grid.parts[i])[place[i]] if i + 1 in split else (0, axis.outputs)
         for i, axis in enumerate(axes)
     ]
-    with with_settings(layer, kinds.settings_of(layer, axes, x.shape[1:-1])):
+
+    def with_window() -> contextlib.AbstractContextManager[None]:
+        return with_settings(layer, kinds.settings_of(layer, axes, x.shape[1:-1]))
+
+    with with_window(), again_in(outer, with_window) if outer is not layer else contextlib.nullcontext():
         y = call(x)
     # Ranks decide alike: their graphs are to have the same nodes.
     if kind in (*kinds.TRANSPOSED, *kinds.UPSAMPLING):
@@ -107,19 +110,3 @@ def _without_padding(axes: Sequence[geometry.Axis], rows: Sequence[geometry.Rows
             shape = [-1 if a == index + 1 else 1 for a in range(len(y.shape))]
             y = y * ops.reshape(ops.convert_to_tensor(factors, y.dtype), shape)
     return y
-
-
-@contextlib.contextmanager
-def with_settings(layer: Any, settings: dict[str, Any]) -> Iterator[None]:
-    """Give a layer other attributes meanwhile, past Keras' tracking."""
-    before = {name: vars(layer).get(name, _MISSING) for name in settings}
-    for name, value in settings.items():
-        object.__setattr__(layer, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is _MISSING:
-                object.__delattr__(layer, name)
-            else:
-                object.__setattr__(layer, name, value)

@@ -2,12 +2,14 @@
 # ruff: noqa: F401, F811
 """Operations on tensors, and layers that are no windows, in parts: gradients and outputs are those of one rank."""
 
+import math
+
 import keras
 import numpy as np
 import pytest
 from keras import layers, ops
-from keras_cases import assert_identical, enough_on, on_one_rank, values
-from spatial_cases import direct, grid, ranks
+from keras_cases import assert_identical, enough, enough_on, on_one_rank, values
+from spatial_cases import assert_like_one_rank, direct, grid, ranks
 
 import keras_hpc
 
@@ -161,3 +163,42 @@ def test_operations_at_once(grid):
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "dropped"])
 def test_an_operation(operation, grid):
     check([operation])
+
+
+def recomputed(grows):
+    """Windows with and without padding, normalization over space, and operations, all of which are computed twice."""
+    inputs = keras.Input((14, 8, 2))
+    x = layers.Conv2D(4, 3, padding="same", activation="tanh", name="same")(inputs)
+    if grows:  # also a layer that another one calls, and one that keeps something, as often as it is computed
+        wrapped = layers.SpectralNormalization(layers.Conv2D(4, 3, padding="same", strides=2), name="spectral")
+        x = layers.UpSampling2D(2)(wrapped(layers.BatchNormalization(name="norm")(x)))
+    x = layers.Conv2DTranspose(4, 3, strides=2, padding="same", activation="relu", name="transposed")(x)
+    x = layers.MaxPooling2D(3, strides=2, padding="same", name="pooled")(x)
+    x = layers.AveragePooling2D(3, strides=1, padding="same", name="averaged")(x)
+    x = layers.LayerNormalization(axis=(1, 2, 3), name="of_space")(layers.GroupNormalization(2, name="groups")(x))
+    x = layers.ZeroPadding2D(1, name="padded")(x)
+    x = layers.Reshape((*x.shape[1:3], 4), name="merged")(layers.Reshape((*x.shape[1:3], 2, 2), name="apart")(x))
+    x = layers.Conv2D(2, 3, strides=2, name="valid")(x * ops.mean(x, axis=(1, 2), keepdims=True))
+    return keras.Model(inputs, x)
+
+
+@pytest.mark.skipif(not hasattr(keras, "RematScope"), reason="an older Keras")
+@pytest.mark.parametrize("mode", ["full", *enough(["list_of_layers", "activations"])])
+def test_layers_that_are_computed_again_backward(grid, mode):
+    """On TensorFlow and JAX Keras itself cannot compute all layers again."""
+    on_torch = keras.backend.backend() == "torch"
+    names = ["same", "transposed", "pooled", "averaged", "groups", "of_space", "apart", "merged", "valid"]
+    if mode == "full" and not on_torch:
+        mode = "list_of_layers"
+    x = np.random.default_rng(0).normal(size=(4, 14, 8, 2)).astype("float32")
+
+    def train():
+        keras.utils.set_random_seed(3)
+        with keras.RematScope(mode, layer_names=names):
+            model = recomputed(on_torch and keras_hpc.size() == math.prod(grid))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        y = np.random.default_rng(1).normal(size=(4, *model.output_shape[1:])).astype("float32")
+        history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+        return (history["loss"], model.evaluate(x, y, batch_size=4, verbose=0)), model
+
+    assert_like_one_rank(train, 1e-5, 1e-5)

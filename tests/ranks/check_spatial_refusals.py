@@ -206,3 +206,45 @@ def test_a_model_stays_in_parts_though_a_call_of_it_has_failed(grid):
         model.fit(x, x, verbose=0, callbacks=[Fails()])
     assert model.predict_on_batch(_of_part(x, 1)).shape[1] == 13  # an input may still be a part
     model.train_on_batch(_of_part(x, 1), _of_part(x, 1))
+
+
+class Rows(keras.utils.PyDataset):
+    """Reads this rank's rows only."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        x = _of_part(np.arange(2 * 24 * 6 * 2, dtype="float32").reshape(2, 24, 6, 2) / 600, 1)
+        return x, x
+
+
+@enough_on("torch")
+def test_a_reader_of_parts_is_told_what_it_needs(grid, caplog):
+    """Its ranks' data are not the same, but no samples are repeated for it."""
+    inputs = keras.Input((24, 6, 2))
+    model = keras.Model(inputs, layers.Conv2D(2, 3, padding="same")(inputs))
+    model.compile("sgd", "mse")
+    with caplog.at_level("WARNING", "keras_hpc"):
+        model.fit(Rows(), shuffle=False, verbose=0)
+    said = "If each reads its own rows of these, as keras_hpc.part says, call keras_hpc.init(shard=False)"
+    assert (said in caplog.text) == (keras_hpc.rank() == 0)
+    assert "repeated" not in caplog.text
+
+
+def test_extents_that_tensorflow_does_not_know(grid):
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("other backends see the arrays")
+    import tensorflow as tf
+
+    x = np.ones((2, 24, 6, 2), "float32")
+    unknown = tf.TensorSpec((None, None, None, 2))
+    data = tf.data.Dataset.from_generator(lambda: iter([(x, x)]), output_signature=(unknown, unknown))
+    data = data.apply(tf.data.experimental.assert_cardinality(1))
+    inputs = keras.Input((24, 6, 2))
+    model = keras.Model(inputs, layers.Conv2D(2, 3, padding="same")(inputs))
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"unknown number of rows, which `tf.ensure_shape` in a `map` tells"):
+        model.fit(data, shuffle=False, verbose=0)
+    known = data.map(lambda x, y: (tf.ensure_shape(x, (None, 24, 6, 2)), tf.ensure_shape(y, (None, 24, 6, 2))))
+    model.fit(known, shuffle=False, verbose=0)

@@ -21,11 +21,12 @@ _can_convert_arrays = keras_private.adapter("array_data_adapter:can_convert_arra
 _is_tf_dataset = keras_private.adapter(":is_tf_dataset")
 _is_torch_dataloader = keras_private.adapter(":is_torch_dataloader")
 _get_data_adapter = keras_private.adapter(":get_data_adapter")
-_HINT = (
-    "If each rank reads its own part of the data, call keras_hpc.init(shard=False). If all are to hold the same, make "
-    "them after keras_hpc.init(), and draw what is random from `random`, `np.random`, Keras, the framework, or from a "
-    "generator with a seed; np.random.default_rng() without one is another on each rank."
+_SAME = (
+    "If all are to hold the same, make them after keras_hpc.init(), and draw what is random from `random`, "
+    "`np.random`, Keras, the framework, or from a generator with a seed; np.random.default_rng() without one is "
+    "another on each rank."
 )
+_HINT = f"If each rank reads its own part of the data, call keras_hpc.init(shard=False). {_SAME}"
 
 
 def adapter_for(job: Job, team: Team, call: running.Call, arguments: dict[str, Any]) -> Any:
@@ -265,7 +266,14 @@ def _warn(team: Team, adapter: Any, differ: bool) -> None:
     collates_together = getattr(adapter, "collates_together", bool)()
     if team.rank > 0:
         return
-    if differ:
+    if differ and team.parts > 1:
+        log.warning(
+            "The ranks' data have the same shapes but different contents, and the ranks of a group compute the same "
+            "samples. If each reads its own rows of these, as keras_hpc.part says, call keras_hpc.init(shard=False) "
+            "and read the samples of this rank's group, keras_hpc.group(); else ranks compute parts of different "
+            f"samples. {_SAME}"
+        )
+    elif differ:
         log.warning(
             "The ranks' data have the same shapes but different contents, so samples are repeated and left out, and "
             f"validation data may be trained on. {_HINT}"
