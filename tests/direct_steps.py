@@ -149,9 +149,9 @@ def _host_and_device(team, rank, ids, count):
     return found
 
 
-def check_host_and_device(ids):
+def check_host_and_device(ids, run_two=lambda work: run([0, 0], work)):
     """Steps in which a tensor is on the host, and another one now here, now there, now zeros."""
-    for found in run([0, 0], lambda team, rank: _host_and_device(team, rank, ids, 6)):
+    for found in run_two(lambda team, rank: _host_and_device(team, rank, ids, 6)):
         for number, (x, n, y) in enumerate(found):
             assert (x == 3.0 + number).all()
             assert (n == 3.0 + number).all()

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 from device_steps import COUNTS, DTYPES
-from direct_steps import DirectStep, Nodes, host_and_device, steps
+from direct_steps import DirectStep, Nodes, check_host_and_device, steps
 from fake_cuda import driver, nccl
 from in_process import SOON, check, data_of
 
@@ -98,11 +98,7 @@ def test_values_may_be_rounded_between_nodes():
 
 def test_tensors_on_the_host_beside_others():
     many = Nodes([0, 0])  # one node: the mean over the peers, who are alone, is what NCCL gives
-    for found in many.run(lambda team, rank: host_and_device(team, rank, many, 6)):
-        for number, (x, n, y) in enumerate(found):
-            assert (x == 3.0 + number).all()
-            assert (n == 3.0 + number).all()
-            assert (y == (0.0 if number % 3 == 2 else 1.0)).all()
+    check_host_and_device(many, many.run)
 
 
 def test_what_nccl_is_given_is_in_one_order_whatever_comes_first():
