@@ -1,26 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <dlfcn.h>
-
-#include <cstring>
 #include <mutex>
 #include <string>
 
 #include "common/error.hpp"
 #include "device/api.hpp"
+#include "device/library.hpp"
 
 namespace keras_hpc::device {
-namespace {
-
-template <class Function>
-void bind_driver(void* library, Function& function, const char* symbol) {
-  void* address = dlsym(library, symbol);
-  if (address == nullptr)
-    throw Error(std::string("The CUDA driver of this machine is too old: it has no function ") + symbol +
-                ". Expected one for CUDA 11.4 or newer.");
-  std::memcpy(&function, &address, sizeof address);
-}
-
-}  // namespace
 
 const Api* driver() {
   static std::mutex mutex;
@@ -30,7 +16,8 @@ const Api* driver() {
   void* library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
   if (library == nullptr) return nullptr;
   Api api;
-#define KERAS_HPC_BIND(name, symbol, type) bind_driver(library, api.name, symbol);
+#define KERAS_HPC_BIND(name, symbol, type) \
+  bind_symbol(library, api.name, symbol, "The CUDA driver of this machine", "one for CUDA 11.4 or newer");
   KERAS_HPC_DEVICE_API(KERAS_HPC_BIND)
 #undef KERAS_HPC_BIND
   if (const Result result = api.initialize(0); result != 0) {

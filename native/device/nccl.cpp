@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/nccl.hpp"
 
-#include <dlfcn.h>
-
 #include <chrono>
 #include <cstring>
 #include <future>
@@ -11,28 +9,13 @@
 #include <thread>
 
 #include "algorithms/kernels.hpp"
+#include "device/library.hpp"
 
 namespace keras_hpc::device {
 namespace {
 
 [[noreturn]] void raise(const NcclApi& api, Result result, const char* function) {
   throw NcclError(std::string("NCCL: ") + function + " failed: " + api.error_text(result) + ".");
-}
-
-template <class Function>
-void bind_nccl(void* library, Function& function, const char* symbol) {
-  void* address = dlsym(library, symbol);
-  if (address == nullptr)
-    throw Error(std::string("NCCL is too old: it has no function ") + symbol + ". Expected 2.11 or newer.");
-  std::memcpy(&function, &address, sizeof address);
-}
-
-void* open(const std::string& path) {
-  constexpr const char* name = "libnccl.so.2";
-  if (void* loaded = dlopen(name, RTLD_LAZY | RTLD_NOLOAD)) return loaded;
-  if (void* wheel = path.empty() ? nullptr : dlopen(path.c_str(), RTLD_LAZY | RTLD_LOCAL)) return wheel;
-  if (void* system = dlopen(name, RTLD_LAZY | RTLD_LOCAL)) return system;
-  throw Error(std::string("NCCL cannot be loaded: ") + dlerror());
 }
 
 int number_of(DType dtype) {
@@ -60,9 +43,9 @@ const NcclApi& nccl(const std::string& path) {
   static const NcclApi* found = nullptr;
   const std::lock_guard lock(mutex);
   if (found != nullptr) return *found;
-  void* library = open(path);
+  void* library = open_library("NCCL", {"libnccl.so.2"}, path);
   NcclApi api;
-#define KERAS_HPC_BIND(name, symbol, type) bind_nccl(library, api.name, symbol);
+#define KERAS_HPC_BIND(name, symbol, type) bind_symbol(library, api.name, symbol, "NCCL", "2.11 or newer");
   KERAS_HPC_NCCL_API(KERAS_HPC_BIND)
 #undef KERAS_HPC_BIND
   found = new NcclApi(api);  // never unloaded

@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/sum_kernel.hpp"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -13,6 +10,7 @@
 
 #include "common/error.hpp"
 #include "common/waiting.hpp"
+#include "device/library.hpp"
 #include "device/nvrtc_api.hpp"
 
 namespace keras_hpc::device {
@@ -21,24 +19,6 @@ namespace {
 constexpr unsigned kThreads = 512;  // of a block
 constexpr double kTrialSeconds = 10;
 constexpr auto kNap = std::chrono::microseconds(10);
-
-template <class Function>
-void bind_nvrtc(void* library, Function& function, const char* symbol) {
-  void* address = dlsym(library, symbol);
-  if (address == nullptr)
-    throw Error(std::string("NVRTC is too old: it has no function ") + symbol + ". Expected 11.2 or newer.");
-  std::memcpy(&function, &address, sizeof address);
-}
-
-void* open_nvrtc(const std::string& path) {
-  constexpr const char* names[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2"};
-  for (const char* name : names)
-    if (void* loaded = dlopen(name, RTLD_LAZY | RTLD_NOLOAD)) return loaded;
-  if (void* wheel = path.empty() ? nullptr : dlopen(path.c_str(), RTLD_LAZY | RTLD_LOCAL)) return wheel;
-  for (const char* name : names)
-    if (void* system = dlopen(name, RTLD_LAZY | RTLD_LOCAL)) return system;
-  throw Error(std::string("NVRTC, CUDA's compiler, cannot be loaded: ") + dlerror());
-}
 
 // A program of NVRTC's, as long as it lives.
 class Program {
@@ -98,9 +78,10 @@ const NvrtcApi& nvrtc(const std::string& path) {
   static const NvrtcApi* found = nullptr;
   const std::lock_guard lock(mutex);
   if (found != nullptr) return *found;
-  void* library = open_nvrtc(path);
+  void* library =
+      open_library("NVRTC, CUDA's compiler,", {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2"}, path);
   NvrtcApi api;
-#define KERAS_HPC_BIND(name, symbol, type) bind_nvrtc(library, api.name, symbol);
+#define KERAS_HPC_BIND(name, symbol, type) bind_symbol(library, api.name, symbol, "NVRTC", "11.2 or newer");
   KERAS_HPC_NVRTC_API(KERAS_HPC_BIND)
 #undef KERAS_HPC_BIND
   found = new NvrtcApi(api);  // never unloaded
