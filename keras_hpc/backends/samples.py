@@ -91,8 +91,9 @@ def _jax_context() -> Any:
 
 def _traced_for(samples: float) -> Any:
     known = current.job().known.numbers_of_samples
+    is_new = samples not in known
     known.add(samples)
-    if len(known) == _MANY:
+    if is_new and len(known) == _MANY:
         current.notice(
             f"keras_hpc.step(samples=...) had {_MANY} different numbers, and JAX compiles for each what is called "
             "inside. It compiles once if the step stands in the compiled function, with a number that this is given"

@@ -22,10 +22,10 @@ def load() -> int:
     Raises:
         CommunicationError: there is none, or it is too old.
     """
-    return int(_native.load_nccl(library_of_wheels("libnccl.so.2")))
+    return int(_native.load_nccl(in_wheels("libnccl.so.2")))
 
 
-def library_of_wheels(name: str) -> str:
+def in_wheels(name: str) -> str:
     """Return where NVIDIA's wheels have a library, whose name may be a pattern; empty: none has it."""
     wheels = importlib.util.find_spec("nvidia")
     for folder in (wheels.submodule_search_locations or ()) if wheels else ():

@@ -13,7 +13,7 @@ _MOST_RANKS = 32
 
 def compiler() -> str:
     """Return where a wheel of the framework has NVRTC, CUDA's compiler; empty: no wheel has it."""
-    return nccl.library_of_wheels("libnvrtc.so.*")
+    return nccl.in_wheels("libnvrtc.so.*")
 
 
 def describe() -> str:

@@ -142,7 +142,9 @@ void PeerMemory::tell(Stage stage, uint64_t count) {
 }
 
 bool PeerMemory::all_have(Stage stage, uint64_t count) const {
-  return behind(stage, count).empty();
+  for (int r = 0; r < topology_.local_size(); ++r)
+    if (mailbox(r).counts[static_cast<int>(stage)].load(std::memory_order_acquire) < count) return false;
+  return true;
 }
 
 std::vector<int> PeerMemory::behind(Stage stage, uint64_t count) const {

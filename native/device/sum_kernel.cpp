@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <map>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -94,6 +93,7 @@ SumKernel::SumKernel(const Device& device)
   const Current current(device_);
   device_.check(device_.api().load_module(&module_, binary_for(capability).data()), "cuModuleLoadData");
   try {
+    find_functions();
     try_to_launch();
   } catch (const std::exception&) {
     device_.api().unload_module(module_);
@@ -101,12 +101,18 @@ SumKernel::SumKernel(const Device& device)
   }
 }
 
+void SumKernel::find_functions() {
+  for (const DType dtype : {DType::float16, DType::bfloat16, DType::float32, DType::float64}) {
+    const std::string name = std::string("sum_") + name_of(dtype);
+    device_.check(device_.api().find_function(&functions_[dtype], module_, name.c_str()), "cuModuleGetFunction");
+  }
+}
+
 // On no memory at all: what cannot be launched here is known now, and not in a step.
 void SumKernel::try_to_launch() const {
   const Stream stream(device_);
   Event over(device_);
-  for (const DType dtype : {DType::float16, DType::bfloat16, DType::float32, DType::float64})
-    launch(dtype, {}, stream.handle());
+  for (const auto& [dtype, function] : functions_) launch(dtype, {}, stream.handle());
   over.record(stream.handle());
   for (const auto begin = Clock::now(); !over.is_over(); std::this_thread::sleep_for(kNap))
     if (seconds_since(begin) > kTrialSeconds) throw Timeout("The GPU does not do what it is given.");
@@ -120,15 +126,13 @@ SumKernel::~SumKernel() {
 }
 
 void SumKernel::launch(DType dtype, const Sum& sum, StreamHandle stream) const {
-  FunctionHandle function = nullptr;
-  const std::string name = std::string("sum_") + name_of(dtype);
-  device_.check(device_.api().find_function(&function, module_, name.c_str()), "cuModuleGetFunction");
   const auto blocks =
       static_cast<unsigned>(std::clamp<unsigned long long>((sum.lines + kThreads - 1) / kThreads, 1, most_blocks_));
   Sum told = sum;
   void* parameters[] = {&told};
-  device_.check(device_.api().launch(function, blocks, 1, 1, kThreads, 1, 1, 0, stream, parameters, nullptr),
-                "cuLaunchKernel");
+  device_.check(
+      device_.api().launch(functions_.at(dtype), blocks, 1, 1, kThreads, 1, 1, 0, stream, parameters, nullptr),
+      "cuLaunchKernel");
 }
 
 }  // namespace keras_hpc::device

@@ -4,6 +4,7 @@
 //
 // The kernel is text, which NVRTC compiles for the GPU at hand: nothing of CUDA is needed to build.
 #pragma once
+#include <map>
 #include <string>
 
 #include "common/dtype.hpp"
@@ -112,11 +113,13 @@ class SumKernel {
   void launch(DType dtype, const Sum& sum, StreamHandle stream) const;
 
  private:
+  void find_functions();
   void try_to_launch() const;
 
   const Device& device_;
   const unsigned most_blocks_;
   ModuleHandle module_ = nullptr;
+  std::map<DType, FunctionHandle> functions_;
 };
 
 }  // namespace keras_hpc::device

@@ -227,6 +227,7 @@ EXPORT int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t n, void* stre
   Copies& all = Copies::all();
   of(stream).push([=, &all, copy = all.begin(target, source, n)] {
     std::memcpy(target, source, n);
+    if (no_number) std::memset(target, 0xff, n);
     all.end(copy);
   });
   return 0;

@@ -30,7 +30,7 @@ inline std::map<uintptr_t, size_t> pinned;
 inline std::map<int, int> contexts;  // device: how often it was retained
 inline std::atomic<int> streams{0}, events{0}, modules{0};
 inline std::atomic<int> devices{1}, first_device{0};
-inline std::atomic<bool> any_pointer{false}, slow_back{false}, hung{false}, back_hangs{false}, spoiled{false};
+inline std::atomic<bool> any_pointer{false}, slow_back{false}, hung{false}, back_hangs{false}, spoiled{false}, no_number{false};
 inline std::atomic<bool> pageable{false};  // memory was not to be pinned: copies of other memory are no mistake then
 inline std::atomic<int> lost_device{-1}, calls_until_lost{0};
 inline thread_local bool in_step = false;

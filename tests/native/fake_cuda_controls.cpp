@@ -10,7 +10,7 @@ EXPORT void fake_reset(int device_count, int delay) {
   devices = device_count;
   first_device = 0;
   fake::delay_us = delay;
-  any_pointer = slow_back = pageable = in_step = hung = back_hangs = spoiled = false;
+  any_pointer = slow_back = pageable = in_step = hung = back_hangs = spoiled = no_number = false;
   failing = "";
   faults = 0;
   lost_device = -1;
@@ -65,9 +65,10 @@ EXPORT void fake_hang(void* stream, int yes) {
   back_hangs = hung && stream == nullptr;
   if (hung && stream != nullptr) of(stream).push([] { hang(); });
 }
-// Kernels that do nothing.
-EXPORT void fake_spoil(int yes) {
-  spoiled = yes != 0;
+// 1: kernels do nothing; 2: copies within the device give NaN.
+EXPORT void fake_spoil(int how) {
+  spoiled = how == 1;
+  no_number = how == 2;
 }
 EXPORT int fake_calls(const char* name) {
   const std::lock_guard lock(world);

@@ -72,14 +72,15 @@ if rank == 1:
 assert way_of(team, "without memory", 5_000_000) == "staged"
 assert len(trials) == 16
 team.close()
-# A kernel that is wrong is not used, however fast it is.
-team = new_team()
-fake.fake_spoil(1)
+# A way that is wrong is not used, however fast it is.
 pretend(staged=1.0, peer=0.1, nccl=2.0)
-assert way_of(team, "spoiled", 5_000_000) == "staged"
-assert team.lacks_ways == {"peer"}
-fake.fake_spoil(0)
-team.close()
+for how, wrong in ((1, {"peer"}), (2, {"peer", "nccl"})):
+    team = new_team()
+    fake.fake_spoil(how)
+    assert way_of(team, "spoiled", 5_000_000) == "staged"
+    assert team.lacks_ways == wrong
+    fake.fake_spoil(0)
+    team.close()
 # As asked for, also of another team.
 os.environ["KERAS_HPC_ALLREDUCE"] = "device:0-=peer"
 teams = [new_team(index) for index in range(2)]
