@@ -200,7 +200,9 @@ def test_a_plan_that_ends_in_a_step_leaves_the_team_alone():
     check_end_in_a_step(Peers())
 
 
-@pytest.mark.parametrize("call", ["cuMemAlloc", "cuIpcGetMemHandle", "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel"])
+@pytest.mark.parametrize(
+    "call", ["cuMemAlloc", "cuIpcGetMemHandle", "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel"]
+)
 def test_gpus_that_cannot_be_used(call, fake):
     """All ranks hear of it, and can go on without."""
     nvrtc()
