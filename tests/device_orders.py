@@ -11,7 +11,7 @@ import direct_steps
 import numpy as np
 import pytest
 from device_steps import COUNTS, DTYPES, Step, engine, steps, team_allreduce
-from direct_steps import DirectStep, Ids, Peers
+from direct_steps import ByMpi, DirectStep, Ids, Peers
 from fake_cuda import Stream, Tensor, driver
 from in_process import as_bytes, check, data_of, run
 
@@ -184,7 +184,7 @@ def calls():
             assert (array == 1.5 + number).all()
 
 
-def _directly(ids):
+def _directly(ids, run=run):
     """Steps with weights that the device computes, and tensors on the host; two streams in turn."""
 
     def work(team, rank):
@@ -226,6 +226,12 @@ def by_nccl():
 def by_peer():
     """Steps that the engine's kernel reduces."""
     _directly(Peers())
+
+
+def by_mpi():
+    """Steps that MPI sends from GPU to GPU."""
+    ids = ByMpi()
+    _directly(ids, ids.run)
 
 
 def by_nccl_within_nodes():
@@ -311,6 +317,7 @@ SCENARIOS = [
     calls,
     by_nccl,
     by_peer,
+    by_mpi,
     by_nccl_within_nodes,
     beside_the_host,
     ended_at_once,

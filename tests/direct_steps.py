@@ -1,6 +1,7 @@
 """What a rank has on a GPU that is not there, reduced from GPU to GPU by a fake NCCL, or a kernel."""
 
 import contextlib
+import ctypes
 import threading
 import time
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from device_steps import COUNTS, DTYPES, Step, engine
 from fake_cuda import Stream, Tensor, driver, nccl, nvrtc
-from in_process import EVERY_SIZE, SOON, as_bytes, data_of, run
+from in_process import EVERY_SIZE, SOON, as_bytes, check, data_of, run
 
 from keras_hpc import _native
 
@@ -87,6 +88,24 @@ class Peers:
         return rank % self._gpus
 
 
+class ByMpi:
+    """For plans that an MPI library reduces which takes memory of GPUs; `gpus`: how many the ranks share."""
+
+    def __init__(self, gpus=4):
+        nvrtc()
+        self._gpus = gpus
+        self.copy = ctypes.cast(driver().fake_copy_any, ctypes.c_void_p).value
+
+    def open(self, plan, rank):
+        """Open a plan's device, whose number this returns. Collective."""
+        plan.open_mpi(rank % self._gpus)
+        return rank % self._gpus
+
+    def run(self, nodes, work, **options):
+        """As in_process.run."""
+        return run(nodes, work, copy=self.copy, **options)
+
+
 class DirectStep(Step):
     """A plan, a stream and tensors of a rank, on the GPU of its number."""
 
@@ -120,6 +139,24 @@ def steps(team, rank, ids, count, weights=None, poison=(), **options):
             step.start(arrays, 1.0 if weights is None else weights[rank])
             results.append(step.wait())
         return results
+
+
+def on_the_host(team, rank, count, weights=None, poison=()):
+    """Return what such steps are on CPUs."""
+    specs = [(f"t{i}", dtype, n) for i, (n, dtype) in enumerate(zip(COUNTS, DTYPES, strict=True))]
+    plan = team.plan("on the host", specs, "mean", weights is not None)
+    results = []
+    for number in range(count):
+        arrays = [np.ascontiguousarray(array) for array in data_of(rank, COUNTS, DTYPES, number)]
+        if rank in poison:
+            arrays = [np.full_like(array, np.nan) for array in arrays]
+        for index, array in enumerate(arrays):
+            plan.start(index, as_bytes(array), 1.0 if weights is None else weights[rank])
+        for index in range(len(arrays)):
+            plan.wait(index)
+        results.append(arrays)
+    plan.end()
+    return results
 
 
 def _host_and_device(team, rank, ids, count):
@@ -158,7 +195,7 @@ def check_host_and_device(ids, run_two=lambda work: run([0, 0], work)):
             assert (y == (0.0 if number % 3 == 2 else 1.0)).all()
 
 
-def check_weights_on_the_device(ids, dtype):
+def check_weights_on_the_device(ids, dtype, run=run):
     """Steps whose weights a kernel of the framework has computed."""
 
     def work(team, rank):
@@ -185,7 +222,7 @@ def check_weights_on_the_device(ids, dtype):
             assert (mean == (3.0 if number % 2 else 2.0) + number).all()
 
 
-def error_without_the_other(ids, how, nodes):
+def error_without_the_other(ids, how, nodes, run=run):
     """Return what rank 0 hears whose step another rank does not come to: because it is late, or has closed its team."""
     everyone = threading.Barrier(2)
 
@@ -208,7 +245,7 @@ def error_without_the_other(ids, how, nodes):
     return run(nodes, work, timeout=1.5 if how == "late" else 15)[0]
 
 
-def check_end_in_a_step(ids):
+def check_end_in_a_step(ids, run=run):
     """What a plan that ends has under way is ended, though the other rank has not come; and the team goes on."""
 
     def work(team, rank):
@@ -224,3 +261,76 @@ def check_end_in_a_step(ids):
             assert time.monotonic() - begin < SOON
 
     run([0, 0], work)
+
+
+def check_an_error_in_a_step(ids, call, run=run):
+    """It is one on all ranks, at once; then the tensors are freed."""
+
+    def work(team, rank):
+        with contextlib.closing(DirectStep(team, rank, ids, weighted=True)) as step:
+            step.start(data_of(rank, COUNTS, DTYPES), 1.0 + rank)
+            step.wait()
+            team.barrier()
+            if rank == 1:
+                driver().fake_fail(call.encode(), 2)
+
+            def go_on():
+                for number in range(30):
+                    arrays = data_of(rank, COUNTS, DTYPES, number)
+                    if call == "cuMemcpyDtoHAsync":
+                        step.plan.start_beside(0, as_bytes(arrays[0].copy()), 1.0)
+                        for index in range(1, len(arrays)):
+                            tensor = step.tensors[index]
+                            step.plan.start_on(index, tensor.address, tensor.nbytes, 1.0, step.stream.handle)
+                    else:
+                        step.start(arrays, 1.0 + (rank + number) % 3)
+                    step.wait()
+
+            begin = time.monotonic()
+            with pytest.raises(_native.Error) as error:
+                go_on()
+            assert time.monotonic() - begin < 15
+            step.abandon(team)
+            return str(error.value)
+
+    texts = run([0] * 3, work)
+    assert sum(f"The GPU's driver: {call} failed with" in text for text in texts) == 1, texts
+    assert sum("met an error" in text for text in texts) == 2, texts
+
+
+def check_two_teams(ids, run=run, copy=0):
+    """Steps of two teams that overlap in any order; what is late on one rank only is right."""
+    others = _native.in_process_transports([0, 0], copy)
+    count = 3
+
+    def work(team, rank):
+        other = _native.Team(others[rank], 1, 1, 20.0, 20.0)
+        with (
+            contextlib.closing(DirectStep(team, rank, ids, weighted=True)) as first,
+            contextlib.closing(DirectStep(other, rank, ids)) as second,
+        ):
+            found = []
+            for number in range(count):
+                if number % 2 == rank:
+                    first.stream.take_time(20)
+                both = (first, second) if rank else (second, first)
+                for step in both:
+                    step.start(data_of(rank, COUNTS, DTYPES, number + (100 if step is second else 0)))
+                found.append([first.wait(), second.wait()])
+        other.close()
+        return found
+
+    results = run([0, 0], work)
+    for number in range(count):
+        for plan in range(2):
+            check([r[number][plan] for r in results], [0, 0], COUNTS, DTYPES, "mean", step=100 * plan + number)
+
+
+def check_on_the_host(team, plan, rank):
+    """A plan of one tensor on two ranks, which could not be opened, is reduced on the host."""
+    team.barrier()
+    mine = plan.memory(0)
+    mine.view(np.float32)[:] = rank
+    plan.start(0, mine, 1.0)
+    plan.wait(0)
+    assert (mine.view(np.float32) == 0.5).all()

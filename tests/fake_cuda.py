@@ -98,6 +98,7 @@ def driver() -> ctypes.CDLL:
     fake.fake_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t]
     fake.fake_fail.argtypes = [ctypes.c_char_p, ctypes.c_int]
     fake.fake_peek.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t]
+    fake.fake_copy_any.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     fake.fake_copy.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t]
     fake.fake_take_time.argtypes = [ctypes.c_void_p, ctypes.c_int]
     fake.fake_sites.argtypes = [ctypes.c_char_p, ctypes.c_size_t]

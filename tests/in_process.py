@@ -54,13 +54,13 @@ def few_nodes():
     return [*FEW, *soak(*(name for name in NODES if name not in FEW))]
 
 
-def run(nodes, work, threads=1, timeout=20.0, measured=False):
+def run(nodes, work, threads=1, timeout=20.0, measured=False, copy=0):
     """Calls work(team, rank) on one thread per rank; returns the results in rank order.
 
     How slices go between nodes is measured only where a test asks for it: with more ranks than cores that takes longer
-    than most tests.
+    than most tests. `copy`: see `_native.in_process_transports`.
     """
-    transports = _native.in_process_transports(nodes)
+    transports = _native.in_process_transports(nodes, copy)
     everyone = threading.Barrier(len(nodes))
 
     def rank_main(rank):

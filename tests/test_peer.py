@@ -1,23 +1,24 @@
 """Plans with tensors on GPUs that are not there, reduced from GPU to GPU by the engine's kernel."""
 
-import contextlib
 import re
-import time
 
 import numpy as np
 import pytest
 from device_steps import COUNTS, DTYPES, fresh_driver
 from direct_steps import (
-    DirectStep,
     Peers,
+    check_an_error_in_a_step,
     check_end_in_a_step,
     check_host_and_device,
+    check_on_the_host,
+    check_two_teams,
     check_weights_on_the_device,
     error_without_the_other,
+    on_the_host,
     steps,
 )
 from fake_cuda import Stream, Tensor, nvrtc
-from in_process import as_bytes, check, data_of, run
+from in_process import as_bytes, check, run
 
 from keras_hpc import _native
 
@@ -31,24 +32,6 @@ def fake():
         yield found
         # What a rank could not give back, because another one had not left yet, it does now.
         run([0], lambda team, rank: steps(team, rank, Peers(), 1))
-
-
-def on_the_host(team, rank, count, weights=None, poison=()):
-    """Return what such steps are on CPUs."""
-    specs = [(f"t{i}", dtype, n) for i, (n, dtype) in enumerate(zip(COUNTS, DTYPES, strict=True))]
-    plan = team.plan("on the host", specs, "mean", weights is not None)
-    results = []
-    for number in range(count):
-        arrays = [np.ascontiguousarray(array) for array in data_of(rank, COUNTS, DTYPES, number)]
-        if rank in poison:
-            arrays = [np.full_like(array, np.nan) for array in arrays]
-        for index, array in enumerate(arrays):
-            plan.start(index, as_bytes(array), 1.0 if weights is None else weights[rank])
-        for index in range(len(arrays)):
-            plan.wait(index)
-        results.append(arrays)
-    plan.end()
-    return results
 
 
 @pytest.mark.parametrize("weights", [None, [1.0, 3.0], [16.0, 16.0, 5.0], [2.0, 0.0, 7.0, 0.0], [0.0, 0.0]])
@@ -126,40 +109,8 @@ MORE = ["cuEventRecord", "cuStreamWaitEvent", "cuMemcpyDtoHAsync", "cuPointerGet
 
 
 @pytest.mark.parametrize("call", [*CALLS, *(pytest.param(c, marks=pytest.mark.soak) for c in MORE)])
-def test_an_error_in_a_step_is_one_on_all_ranks(call, fake):
-    """At once; then the tensors are freed."""
-    peers = Peers()
-
-    def work(team, rank):
-        with contextlib.closing(DirectStep(team, rank, peers, weighted=True)) as step:
-            step.start(data_of(rank, COUNTS, DTYPES), 1.0 + rank)
-            step.wait()
-            team.barrier()
-            if rank == 1:
-                fake.fake_fail(call.encode(), 2)
-
-            def go_on():
-                for number in range(30):
-                    arrays = data_of(rank, COUNTS, DTYPES, number)
-                    if call == "cuMemcpyDtoHAsync":
-                        step.plan.start_beside(0, as_bytes(arrays[0].copy()), 1.0)
-                        for index in range(1, len(arrays)):
-                            tensor = step.tensors[index]
-                            step.plan.start_on(index, tensor.address, tensor.nbytes, 1.0, step.stream.handle)
-                    else:
-                        step.start(arrays, 1.0 + (rank + number) % 3)
-                    step.wait()
-
-            begin = time.monotonic()
-            with pytest.raises(_native.Error) as error:
-                go_on()
-            assert time.monotonic() - begin < 15
-            step.abandon(team)
-            return str(error.value)
-
-    texts = run([0] * 3, work)
-    assert sum(f"The GPU's driver: {call} failed with" in text for text in texts) == 1, texts
-    assert sum("met an error" in text for text in texts) == 2, texts
+def test_an_error_in_a_step_is_one_on_all_ranks(call):
+    check_an_error_in_a_step(Peers(), call)
 
 
 @pytest.mark.parametrize("how", ["late", "closed"])
@@ -170,30 +121,7 @@ def test_a_rank_that_does_not_come_is_an_error_in_time(how):
 
 def test_plans_of_two_teams_at_the_same_time():
     """No kernel waits for another: so steps may overlap in any order, and what is late on one rank only is right."""
-    peers = Peers()
-    others = _native.in_process_transports([0, 0])
-
-    def work(team, rank):
-        other = _native.Team(others[rank], 1, 1, 20.0, 20.0)
-        with (
-            contextlib.closing(DirectStep(team, rank, peers, weighted=True)) as first,
-            contextlib.closing(DirectStep(other, rank, peers)) as second,
-        ):
-            found = []
-            for number in range(STEPS):
-                if number % 2 == rank:
-                    first.stream.take_time(20)
-                both = (first, second) if rank else (second, first)
-                for step in both:
-                    step.start(data_of(rank, COUNTS, DTYPES, number + (100 if step is second else 0)))
-                found.append([first.wait(), second.wait()])
-        other.close()
-        return found
-
-    results = run([0, 0], work)
-    for number in range(STEPS):
-        for plan in range(2):
-            check([r[number][plan] for r in results], [0, 0], COUNTS, DTYPES, "mean", step=100 * plan + number)
+    check_two_teams(Peers())
 
 
 def test_a_plan_that_ends_in_a_step_leaves_the_team_alone():
@@ -214,12 +142,7 @@ def test_gpus_that_cannot_be_used(call, fake):
         team.barrier()
         with pytest.raises(_native.Error) as error:
             plan.open_peer(rank)
-        team.barrier()
-        mine = plan.memory(0)
-        mine.view(np.float32)[:] = rank
-        plan.start(0, mine, 1.0)
-        plan.wait(0)
-        assert (mine.view(np.float32) == 0.5).all()
+        check_on_the_host(team, plan, rank)
         return str(error.value)
 
     reason, other = sorted(run([0, 0], work), key=len)

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "device/device_call.hpp"
+#include "device/mpi_plan.hpp"
 #include "device/nccl_plan.hpp"
 #include "device/nvrtc_api.hpp"
 #include "device/peer_plan.hpp"
@@ -126,6 +127,15 @@ void open_peer(const PyPlan& plan, int ordinal, const std::string& nvrtc_path) {
   });
 }
 
+void open_mpi(const PyPlan& plan, int ordinal, const std::string& nvrtc_path) {
+  const OpenPlan open = plan.open();
+  WithoutGil()([&] {
+    auto channel = open.team->open_channel();  // first what is collective: what follows may fail on this rank alone
+    device::nvrtc(nvrtc_path);
+    attach(open, std::make_shared<MpiPlan>(*open.team, *open.plan, ordinal, std::move(channel)));
+  });
+}
+
 double peer_speed(const PyTeam& owner, int ordinal, size_t nbytes) {
   const auto team = owner.get();
   return WithoutGil()([&] {
@@ -146,6 +156,8 @@ void bind_device(nb::module_& m, nb::class_<PyPlan>& plan) {
            "connects those of a node, each with an `id` of its own.")
       .def("open_peer", &open_peer, "ordinal"_a, "nvrtc_path"_a = "",
            "Collective. The same, reduced from GPU to GPU by a kernel, on one node. `nvrtc_path`: as of load_nvrtc.")
+      .def("open_mpi", &open_mpi, "ordinal"_a, "nvrtc_path"_a = "",
+           "Collective. The same, sent from GPU to GPU by MPI, which takes their memory, and added up by a kernel.")
       .def("close_device",
            [](const PyPlan& plan) {
              const OpenPlan open = plan.open();

@@ -174,6 +174,9 @@ void bind_team(nb::module_& m) {
                                                                 {static_cast<size_t>(nbytes)}, owner);
           },
           "nbytes"_a, "Collective: bytes that the ranks of the node can reach directly.")
+      .def_prop_ro(
+          "takes_device_memory", [](const PyTeam& team) { return team.get()->takes_device_memory(); },
+          "Whether messages may be in memory of GPUs.")
       .def("leave", [](const PyTeam& team) { team.if_open([](Team& open) { open.leave(); }); })
       .def(
           "look_around", [](const PyTeam& team) { team.if_open([](Team& open) { open.look_around(); }); }, release,

@@ -67,13 +67,15 @@ void bind_transports(nb::module_& m) {
            "Collective: a way to reach the ranks. Messages of more bytes than `largest_message` go in parts.");
   m.def(
       "in_process_transports",
-      [](const std::vector<int>& node_of_rank) {
+      [](const std::vector<int>& node_of_rank, uintptr_t copy) {
         nb::list transports;
-        for (auto& transport : make_in_process_transports(node_of_rank))
+        for (auto& transport : make_in_process_transports(node_of_rank, reinterpret_cast<CopyFunction>(copy)))
           transports.append(nb::cast(std::move(transport)));
         return transports;
       },
-      "node_of_rank"_a, "One transport per rank; ranks are threads of this process.");
+      "node_of_rank"_a, "copy"_a = 0,
+      "One transport per rank; ranks are threads of this process. `copy`: the address of a void(void*, const void*, "
+      "size_t) that copies messages which may be in memory of GPUs.");
 }
 
 }  // namespace keras_hpc

@@ -7,22 +7,15 @@
 
 #include "common/error.hpp"
 #include "common/index.hpp"
+#include "device/direct_plan.hpp"
 
 namespace keras_hpc {
-
-size_t part_bytes(const Bucket& bucket, int ranks) {
-  constexpr size_t line = 64;
-  const size_t nbytes = bucket.end - bucket.begin, per_line = line * at(ranks);
-  return (nbytes + per_line - 1) / per_line * line;
-}
 
 std::shared_ptr<Plan> BetweenNodes::make_plan(Team& peers, const Plan& whole, const Topology& topology) {
   std::vector<TensorSpec> parts;
   size_t most = 1;
   for (const Bucket& bucket : whole.layout().buckets()) {
-    const size_t each = part_bytes(bucket, topology.local_size());
-    const size_t end = std::min(bucket.end - bucket.begin, each * at(topology.local_rank + 1));
-    const size_t nbytes = end - std::min(end, each * at(topology.local_rank));
+    const size_t nbytes = part_of(bucket, topology.local_size(), topology.local_rank).size();
     parts.push_back({"part of bucket " + std::to_string(parts.size()), bucket.dtype,
                      static_cast<int64_t>(nbytes / size_of(bucket.dtype))});
     most = std::max(most, nbytes);

@@ -16,9 +16,6 @@
 
 namespace keras_hpc {
 
-// Bytes of each rank's part of a bucket, whole lines: the last parts may be shorter, or empty.
-size_t part_bytes(const Bucket& bucket, int ranks);
-
 class BetweenNodes {
  public:
   // Collective on the peers: for a plan that all ranks reduce, each node having as many as this one.

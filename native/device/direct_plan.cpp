@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/direct_plan.hpp"
 
+#include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <thread>
 
 #include "common/error.hpp"
@@ -12,14 +14,29 @@ namespace keras_hpc {
 namespace {
 
 constexpr double kLookSeconds = 1e-3;
+// A library may look for the others where they are not, and hang. A rank that cannot connect waits for those that hang,
+// to tell them: so these wait for less long than it does.
+constexpr double kConnectSeconds = 120, kConnectPart = 0.5;
 
 }  // namespace
+
+size_t part_bytes(const Bucket& bucket, int ranks) {
+  constexpr size_t line = 64;
+  const size_t nbytes = bucket.end - bucket.begin, per_line = line * at(ranks);
+  return (nbytes + per_line - 1) / per_line * line;
+}
+
+Range part_of(const Bucket& bucket, int ranks, int rank) {
+  const size_t nbytes = bucket.end - bucket.begin, each = part_bytes(bucket, ranks);
+  const size_t begin = std::min(nbytes, each * at(rank));
+  return {begin, std::min(nbytes, begin + each)};
+}
 
 DirectPlan::Watch::Watch(DirectPlan& plan)
     : plan_(plan), others_(plan), lookout_(plan.team_.lookout()), limit_(plan.time_limit()) {}
 
-void DirectPlan::Watch::set_limit(double seconds, const char* hint) {
-  limit_ = seconds;
+void DirectPlan::Watch::limit_connecting(const char* hint) {
+  limit_ = std::min(kConnectPart * plan_.time_limit(), kConnectSeconds);
   hint_ = hint;
 }
 
@@ -147,6 +164,11 @@ double DirectPlan::own_weight(Watch& watch) {
   float number;
   std::memcpy(&number, weight_place_.get(), sizeof number);
   return number;
+}
+
+void DirectPlan::find_weights_of(const std::vector<double>& of_rank, Weights& found) const {
+  const double total = std::accumulate(of_rank.begin(), of_rank.end(), 0.0);
+  find_weights(of_rank, plan_.op() == Op::mean ? total : 1.0, found);
 }
 
 // Calls f(tensor, where its part of the bucket is in this memory, and on the host, its place in the tensor, its bytes).

@@ -18,8 +18,14 @@
 
 #include "device/device_plan.hpp"
 #include "engine/failure.hpp"
+#include "engine/weights.hpp"
 
 namespace keras_hpc {
+
+// Bytes of each rank's part of a bucket, whole lines: the last parts may be shorter, or empty. And where in the bucket
+// a rank's is.
+size_t part_bytes(const Bucket& bucket, int ranks);
+Range part_of(const Bucket& bucket, int ranks, int rank);
 
 class DirectPlan : public DevicePlan {
  public:
@@ -33,8 +39,8 @@ class DirectPlan : public DevicePlan {
   class Watch {
    public:
     explicit Watch(DirectPlan& plan);
-    // In place of the team's limit.
-    void set_limit(double seconds, const char* hint);
+    // To what connecting to the other ranks may take, in place of the team's limit.
+    void limit_connecting(const char* hint);
     template <class Ready>
     void until(Ready&& ready, const char* what) {
       while (!ready()) look(what);
@@ -85,8 +91,9 @@ class DirectPlan : public DevicePlan {
   int bucket_count() const { return static_cast<int>(plan_.layout().buckets().size()); }
   void serve();  // the courier's work
   bool has_begun(const Bucket& bucket);
-  // That this rank has in the step.
+  // That this rank has in the step. And what all have, as Plan::know_weights on one node.
   double own_weight(Watch& watch);
+  void find_weights_of(const std::vector<double>& of_rank, Weights& found) const;
   // Between its tensors and a bucket's place in the device's memory. In: once they are ready.
   void copy_in(int bucket, device::Pointer to, device::StreamHandle stream);
   void copy_out(int bucket, device::Pointer from, device::StreamHandle stream);

@@ -12,9 +12,6 @@ namespace {
 
 // Of the numbers on the host, where each is.
 constexpr size_t kWeight = 0, kSum = 8, kNumbersBytes = 16;
-// NCCL may look for the others where they are not, and hang. A rank that cannot connect waits for those that hang, to
-// tell them: so these wait for less long than it does.
-constexpr double kConnectSeconds = 120, kConnectPart = 0.5;
 
 }  // namespace
 
@@ -36,8 +33,7 @@ NcclPlan::NcclPlan(Team& team, Plan& plan, int ordinal, const device::NcclId& id
   }
   buckets_ = std::make_unique<device::Buffer>(device_, std::max(end, sizeof(double)));
   Watch watch(*this);
-  watch.set_limit(
-      std::min(kConnectPart * time_limit(), kConnectSeconds),
+  watch.limit_connecting(
       "as long as this may take. NCCL may look for them on another network interface than the one that connects them, "
       "which NCCL_SOCKET_IFNAME can name. NCCL_DEBUG=INFO lets it say what it does.");
   communicator_ =

@@ -22,8 +22,6 @@ constexpr double kFarewellSeconds = 1;
 constexpr size_t kPage = 2 << 20;
 constexpr auto kNap = std::chrono::microseconds(100);
 
-enum class State : uint32_t { unknown, shown, refused };
-
 // Ranks in containers may have the same number as processes.
 uint64_t this_process() {
   static const uint64_t found = [] {

@@ -50,6 +50,7 @@ class PeerMemory {
   void abandon();  // the device may still work on it: it is never given back
 
  private:
+  enum class State : uint32_t { unknown, shown, refused };
   struct Mailbox;  // of one rank
   struct Part;
   static void free_what_all_have_left();

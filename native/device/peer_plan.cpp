@@ -4,15 +4,9 @@
 #include <algorithm>
 
 #include "common/index.hpp"
-#include "device/between_nodes.hpp"
 #include "engine/team.hpp"
 
 namespace keras_hpc {
-namespace {
-
-constexpr double kConnectSeconds = 120, kConnectPart = 0.5;
-
-}  // namespace
 
 PeerPlan::PeerPlan(Team& team, Plan& plan, int ordinal, const std::shared_ptr<Area>& area)
     : DirectPlan(team, plan, ordinal),
@@ -29,7 +23,7 @@ PeerPlan::PeerPlan(Team& team, Plan& plan, int ordinal, const std::shared_ptr<Ar
   }
   memory_ = std::make_unique<device::PeerMemory>(ordinal, area, topology, std::max<size_t>(end, 16));
   Watch watch(*this);
-  watch.set_limit(std::min(kConnectPart * time_limit(), kConnectSeconds), "as long as this may take.");
+  watch.limit_connecting("as long as this may take.");
   memory_->connect([&] { watch.look("shown their memory to each other"); });
   run_courier([this] { serve(); });
 }
@@ -87,36 +81,21 @@ bool PeerPlan::all_have(Stage stage, uint64_t count) {
   return memory_->all_have(stage, count);
 }
 
-// As Plan::know_weights on one node.
 void PeerPlan::find_factors() {
   std::vector<double> of_rank;
-  double total = 0;
-  for (int r = 0; r < team_.topology().local_size(); ++r) {
-    of_rank.push_back(memory_->weight_of(r));
-    total += of_rank.back();
-  }
-  find_weights(of_rank, plan_.op() == Op::mean ? total : 1.0, weights_);
+  for (int r = 0; r < team_.topology().local_size(); ++r) of_rank.push_back(memory_->weight_of(r));
+  find_weights_of(of_rank, weights_);
 }
 
-// This rank's slice of a bucket, in the order of the ranks.
+// This rank's part of a bucket.
 void PeerPlan::add_up(int number) {
   const Topology& topology = team_.topology();
-  const size_t nbytes = bucket(number).end - bucket(number).begin,
-               each = part_bytes(bucket(number), topology.local_size());
-  const size_t begin = std::min(nbytes, each * at(topology.local_rank)), end = std::min(nbytes, begin + each);
-  if (begin == end) return;
-  device::Sum sum = {};
-  sum.scale = weights_.scale;
-  sum.weighted = weights_.weighted;
-  sum.lines = (end - begin) / 16;  // buckets are of whole lines of 64
-  for (int r = 0; r < topology.local_size(); ++r) {
-    const device::Pointer theirs = place_of(number, r) + begin;
-    sum.outs[sum.n_outs++] = theirs;
-    const double factor = weights_.weighted ? weights_.factors[at(r)] : 1.0;
-    if (factor == 0.0) continue;  // has no samples in this step; its values may be NaN
-    sum.factors[sum.n_sources] = factor;
-    sum.sources[sum.n_sources++] = theirs;
-  }
+  const Range part = part_of(bucket(number), topology.local_size(), topology.local_rank);
+  if (part.empty()) return;
+  std::vector<device::Pointer> parts;
+  for (int r = 0; r < topology.local_size(); ++r) parts.push_back(place_of(number, r) + part.begin);
+  device::Sum sum = device::sum_of(parts, weights_, part.size());
+  for (const device::Pointer theirs : parts) sum.outs[sum.n_outs++] = theirs;
   kernel_->launch(bucket(number).dtype, sum, sums_->handle());
 }
 

@@ -19,7 +19,6 @@
 #include "device/direct_plan.hpp"
 #include "device/peer_memory.hpp"
 #include "device/sum_kernel.hpp"
-#include "engine/weights.hpp"
 
 namespace keras_hpc {
 

@@ -17,7 +17,7 @@ namespace {
 
 constexpr unsigned kThreads = 512;  // of a block
 constexpr double kTrialSeconds = 10;
-constexpr auto kNap = std::chrono::microseconds(10);
+constexpr auto kTrialNap = std::chrono::microseconds(10);
 
 // A program of NVRTC's, as long as it lives.
 class Program {
@@ -87,6 +87,20 @@ const NvrtcApi& nvrtc(const std::string& path) {
   return *found;
 }
 
+Sum sum_of(const std::vector<Pointer>& sources, const Weights& weights, size_t nbytes) {
+  Sum sum = {};
+  sum.scale = weights.scale;
+  sum.weighted = weights.weighted;
+  sum.lines = nbytes / 16;  // buckets are of whole lines of 64
+  for (size_t rank = 0; rank < sources.size(); ++rank) {
+    const double factor = weights.weighted ? weights.factors[rank] : 1.0;
+    if (factor == 0.0) continue;  // has no samples in this step; its values may be NaN
+    sum.factors[sum.n_sources] = factor;
+    sum.sources[sum.n_sources++] = sources[rank];
+  }
+  return sum;
+}
+
 SumKernel::SumKernel(const Device& device)
     : device_(device), most_blocks_(static_cast<unsigned>(std::max(1, attribute(device, kMultiprocessors)))) {
   const int capability = 10 * attribute(device, kMajorCapability) + attribute(device, kMinorCapability);
@@ -114,7 +128,7 @@ void SumKernel::try_to_launch() const {
   Event over(device_);
   for (const auto& [dtype, function] : functions_) launch(dtype, {}, stream.handle());
   over.record(stream.handle());
-  for (const auto begin = Clock::now(); !over.is_over(); std::this_thread::sleep_for(kNap))
+  for (const auto begin = Clock::now(); !over.is_over(); std::this_thread::sleep_for(kTrialNap))
     if (seconds_since(begin) > kTrialSeconds) throw Timeout("The GPU does not do what it is given.");
 }
 

@@ -6,9 +6,11 @@
 #pragma once
 #include <map>
 #include <string>
+#include <vector>
 
 #include "common/dtype.hpp"
 #include "device/device.hpp"
+#include "engine/weights.hpp"
 
 namespace keras_hpc::device {
 
@@ -22,6 +24,9 @@ struct Sum {
   unsigned long long lines;  // of 16 bytes, of each source and each out
   int n_sources, n_outs, weighted;
 };
+
+// Of what ranks have, each in its `sources`, in the order of the ranks; without outs.
+Sum sum_of(const std::vector<Pointer>& sources, const Weights& weights, size_t nbytes);
 
 constexpr const char* kSumKernel = R"(
 struct Sum {

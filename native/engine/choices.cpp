@@ -9,15 +9,16 @@ namespace {
 constexpr const char* kPlaces[] = {"private", "segment", "network", "device"};
 
 Path parse_device_path(const std::string& name) {
-  for (const Path path : {Path::staged, Path::peer, Path::nccl, Path::hierarchical})
+  for (const Path path : {Path::staged, Path::peer, Path::nccl, Path::hierarchical, Path::mpi})
     if (name == name_of(path)) return path;
-  throw Error("Unknown way of a plan on GPUs. Expected staged, peer, nccl or hierarchical. Received: " + name);
+  throw Error("Unknown way of a plan on GPUs. Expected staged, peer, nccl, hierarchical or mpi. Received: " + name);
 }
 
 }  // namespace
 
 const char* name_of(Path path) {
-  constexpr const char* names[] = {"slot", "push", "staged", "library", "peer", "nccl", "hierarchical", "unknown"};
+  constexpr const char* names[] = {"slot", "push",         "staged", "library", "peer",
+                                   "nccl", "hierarchical", "mpi",    "unknown"};
   return names[static_cast<size_t>(path)];
 }
 

@@ -16,8 +16,8 @@ namespace keras_hpc {
 // whose tensors are on GPUs.
 enum class Place { own, segment, network, device };
 // The ways for the first two, see allreduce_call.hpp; for the third they are algorithms; the last has staged,
-// peer, nccl and hierarchical.
-enum class Path { slot, push, staged, library, peer, nccl, hierarchical, unknown };
+// peer, nccl, hierarchical and mpi.
+enum class Path { slot, push, staged, library, peer, nccl, hierarchical, mpi, unknown };
 const char* name_of(Path path);
 Path parse_path(const std::string& name);  // of an allreduce
 

@@ -106,6 +106,7 @@ class Team {
   AllreduceCall& allreduce_call() { return *allreduce_; }
   // Collective: memory that the ranks of the node can reach directly. It lives as long as the pointer.
   std::shared_ptr<Area> make_area(size_t nbytes);
+  bool takes_device_memory() const { return transport_->takes_device_memory(); }  // in messages
   // Collective.
   std::unique_ptr<Channel> open_channel() { return transport_->open_channel(); }
   void broadcast(void* data, size_t nbytes, int root);

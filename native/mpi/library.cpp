@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 
 #include "common/error.hpp"
@@ -42,6 +43,9 @@ struct Functions {
   int (*Cancel)(Handle*);
   int (*Error_string)(int, char*, int*);
   int (*Finalized)(int*);
+  // Extensions, which not all have.
+  int (*Query_gpu)(int, int*) = nullptr;
+  int (*Query_cuda)() = nullptr;
 
   explicit Functions(void* module) {
     bind(module, Comm_rank, "MPI_Comm_rank");
@@ -61,6 +65,8 @@ struct Functions {
     bind(module, Cancel, "MPI_Cancel");
     bind(module, Error_string, "MPI_Error_string");
     bind(module, Finalized, "MPI_Finalized");
+    bind_if_there(module, Query_gpu, "MPIX_GPU_query_support");
+    bind_if_there(module, Query_cuda, "MPIX_Query_cuda_support");
   }
 
   void check(int code, const char* call) const {
@@ -74,10 +80,14 @@ struct Functions {
 
  private:
   template <class Function>
-  static void bind(void* module, Function& function, const char* name) {
+  static void bind_if_there(void* module, Function& function, const char* name) {
     void* symbol = dlsym(module, name);
-    if (symbol == nullptr) throw Error(std::string("The MPI library behind mpi4py has no function ") + name + ".");
     std::memcpy(&function, &symbol, sizeof symbol);
+  }
+  template <class Function>
+  static void bind(void* module, Function& function, const char* name) {
+    bind_if_there(module, function, name);
+    if (function == nullptr) throw Error(std::string("The MPI library behind mpi4py has no function ") + name + ".");
   }
 };
 
@@ -195,6 +205,15 @@ class CommunicatorOf final : public Communicator {
                            &request->handle),
              "MPI_Iallreduce");
     return request;
+  }
+  bool takes_device_memory() const override {
+    constexpr int cuda = 0;  // MPIX_GPU_SUPPORT_CUDA
+    int answer = 0;
+    if (f_.Query_gpu != nullptr) return f_.Query_gpu(cuda, &answer) == 0 && answer != 0;
+    if (f_.Query_cuda != nullptr) return f_.Query_cuda() == 1;
+    // Cray's has neither in some versions.
+    const char* cray = std::getenv("MPICH_GPU_SUPPORT_ENABLED");
+    return cray != nullptr && std::strcmp(cray, "1") == 0;
   }
 
  private:

@@ -50,6 +50,8 @@ class Communicator {
   // In place.
   virtual void allreduce(void* data, int count, DType dtype, Op op) = 0;
   virtual RequestPtr iallreduce(void* data, int count, DType dtype, Op op) = 0;
+  // Whether the library says that it sends and receives memory of CUDA's devices.
+  virtual bool takes_device_memory() const = 0;
 };
 
 // Collective: duplicates the communicator `handle` of the library behind `module_path` (mpi4py.MPI.__file__), or of the

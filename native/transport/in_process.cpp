@@ -28,7 +28,7 @@ struct Mailbox {
   std::deque<Message> messages;
   std::deque<Posted*> posted;  // in the order in which they take messages, as MPI's receives do
 
-  void deliver() {
+  void deliver(CopyFunction copy) {
     while (!messages.empty() && !posted.empty()) {
       const Message message = std::move(messages.front());
       Posted& receive = *posted.front();
@@ -37,7 +37,7 @@ struct Mailbox {
       if (message.size() > receive.nbytes)
         throw Error("A message of " + std::to_string(message.size()) + " bytes arrived where at most " +
                     std::to_string(receive.nbytes) + " bytes were expected.");
-      if (!message.empty()) std::memcpy(receive.data, message.data(), message.size());
+      if (!message.empty()) copy(receive.data, message.data(), message.size());
       receive.arrived = true;
     }
   }
@@ -45,11 +45,16 @@ struct Mailbox {
 
 // What the threads share: mailboxes, and the segments of each node.
 struct World {
+  CopyFunction copy = nullptr;
   std::mutex mutex;
   // (channel, from, to, tag)
   std::map<std::tuple<int, int, int, int>, Mailbox> mailboxes;
   // (node, number of the segment) -> memory
   std::map<std::pair<int, int>, std::shared_ptr<void>> segments;
+
+  CopyFunction copy_or_default() const {
+    return copy != nullptr ? copy : [](void* to, const void* from, size_t nbytes) { std::memcpy(to, from, nbytes); };
+  }
 };
 
 struct Done final : Request {
@@ -77,7 +82,7 @@ struct Receive final : Request {
     const std::lock_guard lock(world->mutex);
     if (posted.arrived) return true;
     Mailbox& mailbox = world->mailboxes[box];
-    mailbox.deliver();
+    mailbox.deliver(world->copy_or_default());
     if (mailbox.messages.empty() && mailbox.posted.empty()) world->mailboxes.erase(box);
     return posted.arrived;
   }
@@ -97,9 +102,10 @@ class InProcessChannel final : public Channel {
       : world_(std::move(world)), number_(number), rank_(rank), size_(size) {}
 
   RequestPtr send(const void* data, size_t nbytes, int peer, int tag) override {
-    const auto* bytes = static_cast<const std::byte*>(data);
+    Message message(nbytes);
+    if (nbytes > 0) world_->copy_or_default()(message.data(), data, nbytes);
     const std::lock_guard lock(world_->mutex);
-    world_->mailboxes[{number_, rank_, peer, tag}].messages.emplace_back(bytes, bytes + nbytes);
+    world_->mailboxes[{number_, rank_, peer, tag}].messages.push_back(std::move(message));
     return std::make_unique<Done>();
   }
 
@@ -146,6 +152,8 @@ class InProcessTransport final : public Transport {
   InProcessTransport(std::shared_ptr<World> world, Topology topology)
       : Transport(std::move(topology)), world_(std::move(world)) {}
 
+  bool takes_device_memory() const override { return world_->copy != nullptr; }
+
   std::unique_ptr<Channel> open_channel() override {
     return std::make_unique<InProcessChannel>(world_, channels_++, topology().rank, topology().size);
   }
@@ -170,8 +178,10 @@ class InProcessTransport final : public Transport {
 
 }  // namespace
 
-std::vector<std::unique_ptr<Transport>> make_in_process_transports(const std::vector<int>& node_of_rank) {
+std::vector<std::unique_ptr<Transport>> make_in_process_transports(const std::vector<int>& node_of_rank,
+                                                                   CopyFunction copy) {
   const auto world = std::make_shared<World>();
+  world->copy = copy;
   std::vector<std::unique_ptr<Transport>> transports;
   for (int rank = 0; rank < static_cast<int>(node_of_rank.size()); ++rank)
     transports.push_back(std::make_unique<InProcessTransport>(world, Topology::make(rank, node_of_rank)));

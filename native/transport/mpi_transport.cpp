@@ -149,6 +149,7 @@ class MpiTransport final : public Transport {
   MpiTransport(std::unique_ptr<mpi::Communicator> comm, Topology topology, size_t largest_message)
       : Transport(std::move(topology)), comm_(std::move(comm)), largest_message_(largest_message) {}
 
+  bool takes_device_memory() const override { return comm_->takes_device_memory(); }
   void abandon() override { comm_->keep(); }
 
   std::unique_ptr<Channel> open_channel() override {

@@ -60,6 +60,9 @@ class Transport {
   using Waiting = std::function<void(const std::function<bool()>& ready)>;
   void set_waiting(Waiting waiting) { waiting_ = std::move(waiting); }
 
+  // Whether channels send and receive memory of GPUs.
+  virtual bool takes_device_memory() const { return false; }
+
   // Its ranks have failed: messages may come that nobody receives. No channel may get them that is made later.
   virtual void abandon() {}
 
