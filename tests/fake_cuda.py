@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -44,6 +45,12 @@ def build_nvrtc(folder: Path) -> Path:
 def build_mpi(folder: Path) -> Path:
     """Compile an MPI library into a folder, whose calls can fail."""
     return _compile(["fake_mpi"], folder / "libfake_mpi.so")
+
+
+def build_gpu_aware_mpi(folder: Path) -> Path:
+    """Compile an MPI library into a folder, the one of this environment, which takes memory of the fake driver."""
+    mpich = ["-Wl,--no-as-needed", f"-L{sys.prefix}/lib", "-l:libmpi.so.12"]
+    return _compile(["fake_gpu_mpi"], folder / "libfake_gpu_mpi.so", *mpich)
 
 
 @functools.cache

@@ -82,6 +82,21 @@ def test_what_holds_on_the_host_holds_by_the_kernel(n, backend, names, run_ranks
     _run(n, backend, names, run_ranks, tmp_path, _by_peer(tmp_path))
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("n", "backend", "names"),
+    [
+        (2, "torch", ["own_loops"]),
+        pytest.param(3, "torch", ["fit", "gradients", "pipeline"], marks=pytest.mark.soak),
+        pytest.param(4, "torch", ["exact", "own_loops"], marks=pytest.mark.soak),
+        pytest.param(2, "jax", ["fit", "gradients"], marks=pytest.mark.soak),
+    ],
+)
+def test_what_holds_on_the_host_holds_by_mpi(n, backend, names, run_ranks, tmp_path):
+    """By a real MPI library between nodes, which is told where the GPU's memory is."""
+    _run(n, backend, names, run_ranks, tmp_path, _by_mpi(tmp_path) | {"MPIR_CVAR_NUM_CLIQUES": "2"})
+
+
 @pytest.mark.soak
 @pytest.mark.mpi
 @pytest.mark.parametrize("enabled", ["1", "0"])
@@ -95,6 +110,7 @@ def _choose(n, program, run_ranks, folder):
         "TESTS_FAKE_GPU": str(fake_cuda.build(folder)),
         "TESTS_FAKE_NCCL": str(fake_cuda.build_nccl(folder)),
         "TESTS_FAKE_NVRTC": str(fake_cuda.build_nvrtc(folder)),
+        "TESTS_GPU_AWARE_MPI": str(fake_cuda.build_gpu_aware_mpi(folder)),
         "XDG_CACHE_HOME": str(folder),
         "MPIR_CVAR_NUM_CLIQUES": str(n // 2),
     }
@@ -122,6 +138,11 @@ def test_a_trial_says_which_way_plans_go_across_nodes(run_ranks, tmp_path):
 
 def _by_peer(folder):
     return {"TESTS_FAKE_NVRTC": str(fake_cuda.build_nvrtc(folder)), "KERAS_HPC_ALLREDUCE": "device:0-=peer"}
+
+
+def _by_mpi(folder):
+    library = fake_cuda.build_gpu_aware_mpi(folder)
+    return _by_peer(folder) | {"TESTS_GPU_AWARE_MPI": str(library), "KERAS_HPC_ALLREDUCE": "device:0-=mpi"}
 
 
 def _by_nccl(folder, way="nccl"):
@@ -157,7 +178,7 @@ def soak_of(*hows):
     ("how", "said"),
     [
         ("killed", ""),
-        *soak_of("killed by nccl", "killed within nodes by nccl", "killed by peer"),
+        *soak_of("killed by nccl", "killed within nodes by nccl", "killed by peer", "killed by mpi"),
         ("driver", "The GPU's driver: cuMemcpyDtoHAsync failed with CUDA_ERROR_UNKNOWN"),
         pytest.param("hangs", "rank 1", marks=pytest.mark.soak),
         pytest.param("elsewhere", "is not in a GPU's memory. Expected a tensor on GPU 0", marks=pytest.mark.soak),
@@ -170,7 +191,9 @@ def test_a_rank_that_fails_in_the_middle_of_a_step_ends_the_job(how, said, run_r
         env |= _by_nccl(tmp_path, "hierarchical" if within_nodes else "nccl")
     if how.endswith("peer"):
         env |= _by_peer(tmp_path)
-    env["MPIR_CVAR_NUM_CLIQUES"] = "2" if within_nodes else "1"
+    if how.endswith("mpi"):
+        env |= _by_mpi(tmp_path)
+    env["MPIR_CVAR_NUM_CLIQUES"] = "2" if within_nodes or how.endswith("mpi") else "1"
     args = [ROOT / "tests" / "ranks" / "fail_on_gpu.py", how.split()[0]]
     done = run_ranks(4 if within_nodes else 2, args, backend="torch", env=env, expect_failure=True)
     assert said in done.output

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans with tensors on GPUs: through the host, or from GPU to GPU, whichever was measured to be fastest.
 
-Ways are "staged", which goes through the host; "peer", a kernel of the engine's, on one node; "nccl"; and
-"hierarchical": NCCL within nodes, the engine's network between them.
+Ways are "staged", which goes through the host; "peer", a kernel of the engine's, on one node; "nccl"; "hierarchical":
+NCCL within nodes, the engine's network between them; and "mpi", by an MPI library that takes memory of GPUs.
 """
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ from typing import Any
 import numpy as np
 
 from keras_hpc import _native
-from keras_hpc.job import log, nccl, peer, tuning_cache
+from keras_hpc.job import gpu_aware_mpi, log, nccl, peer, tuning_cache
 from keras_hpc.job.plan import Plan, TensorSpec
 
 # Classes of sizes reach up to a power of four of this many bytes; what is larger goes the way of the largest.
 _SMALLEST, _LARGEST = 64 << 10, 64 << 20
 _TENSORS, _ROUNDS, _TOLERANCE = 8, 7, 1e-6
 _BY_NCCL = {"nccl": False, "hierarchical": True}  # way: whether NCCL connects only the GPUs of each node
-# NCCL adds up in an order of its own, so bits are not the CPU's: it must be faster by this much to be worth it.
-_GAIN = 1.2
-_NAMES = {"peer": "The kernel between GPUs", "nccl": "NCCL", "hierarchical": "NCCL within nodes"}
+# What adds up in an order of its own, so that bits are not the CPU's, must be faster by this much to be worth it.
+_GAIN, _OWN_ORDER = 1.2, (*_BY_NCCL, "mpi")
+_NAMES = {
+    "peer": "The kernel between GPUs",
+    "nccl": "NCCL",
+    "hierarchical": "NCCL within nodes",
+    "mpi": "MPI from GPU to GPU",
+}
 
 
 def open_device(plan: Plan, device: int) -> None:
@@ -82,7 +87,7 @@ def _way(plan: Plan, device: int) -> str:
             _say(team, f"{_NAMES[way]} is not used; {problem}")
             team.lacks_ways.add(way)  # not kept for the next job, which may have it
     trial.end()
-    fastest = min(seconds, key=lambda way: seconds[way] * (_GAIN if way in _BY_NCCL else 1), default="staged")
+    fastest = min(seconds, key=lambda way: seconds[way] * (_GAIN if way in _OWN_ORDER else 1), default="staged")
     if fastest != "staged" or not team.lacks_ways:
         team.native.add_choice("device", begin, end, fastest)
     return fastest
@@ -94,6 +99,8 @@ def _ways(plan: Plan, device: int) -> list[str]:
     by_nccl = [way for way, within_nodes in _BY_NCCL.items() if not nccl.obstacle(plan, within_nodes)]
     if by_nccl and not nccl.share_gpus(plan.team, device):
         ways += by_nccl
+    if plan.team.node_count > 1 and not gpu_aware_mpi.obstacle(plan) and gpu_aware_mpi.takes_memory(plan.team):
+        ways.append("mpi")
     return [way for way in ways if way not in plan.team.lacks_ways]
 
 
@@ -147,6 +154,8 @@ def _open(plan: Plan, device: int, way: str) -> str:
         return _try_on_all(plan, lambda: plan.open_device(device))
     if way == "peer":
         return peer.obstacle(plan) or _try_on_all(plan, lambda: plan.open_peer(device, peer.compiler()))
+    if way == "mpi":
+        return gpu_aware_mpi.obstacle(plan) or _try_on_all(plan, lambda: plan.open_mpi(device, peer.compiler()))
     within_nodes = _BY_NCCL[way]
     try:
         number = nccl.agree(plan, device, within_nodes)

@@ -8,7 +8,7 @@ from typing import Any
 from keras_hpc import _native
 from keras_hpc.job import nccl
 
-_MOST_RANKS = 32
+MOST_RANKS = 32
 
 
 def compiler() -> str:
@@ -29,6 +29,6 @@ def obstacle(plan: Any) -> str:
     """Return why the kernel cannot reduce such a plan; empty: it can. The same on all ranks."""
     if plan.team.node_count > 1:
         return "ranks are on several nodes"
-    if plan.team.size > _MOST_RANKS:
-        return f"there are more than {_MOST_RANKS} ranks"
+    if plan.team.size > MOST_RANKS:
+        return f"there are more than {MOST_RANKS} ranks"
     return nccl.unknown_to_gpus(plan)

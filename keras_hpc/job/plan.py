@@ -130,6 +130,16 @@ class Plan:
         self._native.open_peer(ordinal, compiler)
         self.device = ordinal
 
+    def open_mpi(self, ordinal: int, compiler: str = "") -> None:
+        """The same, sent from GPU to GPU by MPI, which takes their memory, and added up by a kernel. Collective.
+
+        Args:
+            ordinal: as for `open_device`.
+            compiler: as for `open_peer`.
+        """
+        self._native.open_mpi(ordinal, compiler)
+        self.device = ordinal
+
     def close_device(self) -> None:
         """From now on its tensors are on the host again."""
         self._native.close_device()

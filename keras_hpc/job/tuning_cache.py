@@ -29,13 +29,13 @@ _WAYS = {
     "private": ("slot", "staged", "library"),
     "segment": ("slot", "push", "staged", "library"),
     "network": ("recursive_doubling", "rabenseifner", "ring", "pairwise", "radix_k", "library"),
-    "device": ("staged", "peer", "nccl", "hierarchical"),
+    "device": ("staged", "peer", "nccl", "hierarchical", "mpi"),
 }
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _SLOT_BYTES = 64 << 10
 ANY = 2**63  # larger than any array
 _MEASUREMENTS = 3  # at most, of each class of sizes
-_VERSION = 5  # of what is kept: ways or classes of sizes have changed where it differs
+_VERSION = 6  # of what is kept: ways or classes of sizes have changed where it differs
 
 
 Choice = list[Any]  # place, first byte, end, way

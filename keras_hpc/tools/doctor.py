@@ -18,7 +18,7 @@ import numpy as np
 import keras_hpc
 from keras_hpc import _native, backends
 from keras_hpc.errors import LaunchError
-from keras_hpc.job import current, devices, launch, mpich_network, nccl, peer, resources, tuning_cache
+from keras_hpc.job import current, devices, gpu_aware_mpi, launch, mpich_network, nccl, peer, resources, tuning_cache
 from keras_hpc.job.current import Job
 from keras_hpc.job.plan import TensorSpec
 from keras_hpc.tools import data_probe, network_probe, reports, tables
@@ -66,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         "device": devices.describe(job.device),
         "nccl": "" if job.device is None else nccl.describe(),
         "nvrtc": "" if job.device is None else peer.describe(),
+        "mpi": "" if job.device is None else gpu_aware_mpi.describe(team),
     }
     team.barrier()  # GPUs of a node copy at the same time, as in a step
     about_me["copies"] = devices.describe_speeds(job.device)
@@ -81,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         communication["pinned memory"] = _pinned(job, job.device.ordinal, arguments.parameters)
         communication["NCCL"] = _of_ranks([me["nccl"] for me in everyone])
         communication["NVRTC"] = _of_ranks([me["nvrtc"] for me in everyone])
+        communication["MPI and GPUs"] = _of_ranks([me["mpi"] for me in everyone])
     if files:
         measured["data"] = data_probe.measure(job, files)
         communication["data"] = data_probe.describe(measured["data"])

@@ -109,7 +109,7 @@ EXPORT void fake_read(void* stream, void* to, uint64_t from, size_t n) {
 EXPORT void fake_peek(void* to, uint64_t from, size_t n) {
   std::memcpy(to, behind(from, n), n);
 }
-// What a library does that takes memory of the device, such as MPI: at once, whatever streams have still to do.
+// How a library copies that takes memory of the device, such as MPI: at once, whatever streams have still to do.
 EXPORT void fake_copy_any(void* to, const void* from, size_t n) {
   std::byte* target = memory.behind(reinterpret_cast<uint64_t>(to), n);
   const std::byte* source = memory.behind(reinterpret_cast<uint64_t>(from), n);

@@ -1,4 +1,5 @@
-"""Plans on GPUs that are not there, and which way they go: with TESTS_FAKE_GPU, TESTS_FAKE_NCCL and TESTS_FAKE_NVRTC.
+"""Plans on GPUs that are not there, and which way they go: with TESTS_FAKE_GPU, TESTS_FAKE_NCCL, TESTS_FAKE_NVRTC and
+TESTS_GPU_AWARE_MPI.
 
 `trials` are the ways that were measured, in order.
 """
@@ -7,11 +8,14 @@ import ctypes
 import os
 
 import numpy as np
+from mpi4py import MPI
 
 fake = ctypes.CDLL(os.environ["TESTS_FAKE_GPU"])
 fake.fake_reset(4, 30)
 nccl = ctypes.CDLL(os.environ["TESTS_FAKE_NCCL"])
 nvrtc = ctypes.CDLL(os.environ["TESTS_FAKE_NVRTC"])
+mpi = ctypes.CDLL(os.environ["TESTS_GPU_AWARE_MPI"])
+MPI.__file__ = os.environ["TESTS_GPU_AWARE_MPI"]  # which the engine asks for functions
 
 from keras_hpc import _native  # noqa: E402
 from keras_hpc.job import device_plans, launch  # noqa: E402
@@ -27,7 +31,15 @@ _measure = device_plans._seconds
 def _way_since(before):
     """Return which way plans have gone since `_calls` returned this."""
     sums, scattered, kernels = (now > then for now, then in zip(_calls(), before, strict=True))
-    return "peer" if kernels else "hierarchical" if scattered else "nccl" if sums else "staged"
+    return (
+        ("mpi" if world.node_count > 1 else "peer")
+        if kernels
+        else "hierarchical"
+        if scattered
+        else "nccl"
+        if sums
+        else "staged"
+    )
 
 
 def _calls():

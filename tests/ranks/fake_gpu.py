@@ -25,6 +25,9 @@ if "TESTS_FAKE_NCCL" in os.environ:
         _fake.fake_show(MPI.COMM_WORLD.rank, 1)  # a GPU of its own
 if "TESTS_FAKE_NVRTC" in os.environ:
     _nvrtc = ctypes.CDLL(os.environ["TESTS_FAKE_NVRTC"])
+if "TESTS_GPU_AWARE_MPI" in os.environ:
+    _mpi = ctypes.CDLL(os.environ["TESTS_GPU_AWARE_MPI"])
+    MPI.__file__ = os.environ["TESTS_GPU_AWARE_MPI"]  # which the engine asks for functions
 _other_stream = _fake.fake_stream()
 _of_two_streams = []  # tensors
 
