@@ -52,6 +52,7 @@ def test_doctor_on_gpus(run_ranks, tmp_path):
     text = run_ranks(2, [ROOT / "tests" / "ranks" / "doctor_on_gpu.py"], backend="jax", env=env).output
     assert re.search(r"computes on +GPU 0: Fake GPU, GPU-0, bus 0000:00:00.0.*; driver for CUDA 13.0", text), text
     assert len(re.findall(r"to the host [\d.]+ GB/s, back [\d.]+ GB/s \(64 MiB, pinned\)", text)) in (1, 2), text
+    assert re.search(r"MPI and GPUs +(rank \d: )?the MPI library does not say that it takes memory of GPUs", text), text
     assert re.search(r"GPU to GPU +(rank \d: )?from the next rank's [\d.]+ GB/s \(64 MiB\)", text), text
     assert "pinned memory         4.0 MiB per rank and team for the gradients of 1,048,576 parameters" in text, text
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import fake_cuda
 import numpy as np
 import pytest
-from in_process import EVERY_SIZE, as_bytes, caught
+from device_steps import fresh_driver
+from fake_cuda import Stream, Tensor, nvrtc
+from in_process import EVERY_SIZE, SOON, as_bytes, caught
 
 from keras_hpc import _native
 
@@ -93,3 +95,45 @@ def test_an_error_of_mpi_says_whose_fault_it_is():
         text, _ = caught(reduce)
         assert text == "Rank 0 cannot go on: the process of rank 1 has ended. MPI_Test: this library has failed"
         assert time.monotonic() - begin < 1.4  # it was not waited any longer
+
+
+def test_a_library_that_only_its_environment_tells_of(monkeypatch):
+    """Of Cray's some versions have no function that says whether messages may be in memory of GPUs."""
+    with two_nodes(threads=1) as (_, team):
+        for value, takes in (("", False), ("0", False), ("1", True)):
+            monkeypatch.setenv("MPICH_GPU_SUPPORT_ENABLED", value)
+            assert team.takes_device_memory == takes
+
+
+@pytest.fixture
+def fake_gpu():
+    for found in fresh_driver():
+        yield found
+        with two_nodes(threads=0):  # frees what the library was still asked about
+            pass
+
+
+@pytest.mark.parametrize("call", ["MPI_Isend", "MPI_Test"])
+def test_an_error_while_memory_of_a_gpu_is_sent(call, monkeypatch, fake_gpu):
+    """It is one in time, and then the tensor is the caller's."""
+    nvrtc()
+    monkeypatch.setenv("MPICH_GPU_SUPPORT_ENABLED", "1")
+    with two_nodes(threads=1) as (fake, team):
+        fake.fake_mpi_copy(fake_gpu.fake_copy_any)
+        plan = team.plan("p", [("x", "float32", COUNT)], "sum", False, in_segment=True)
+        plan.open_mpi(0)
+        stream, x = Stream(), Tensor(np.empty(COUNT, np.float32))
+        for step in range(2):
+            if step == 1:
+                fake.fake_mpi_fail(call.encode(), 0)
+            x.write(stream, np.full(COUNT, 1.0 + step, np.float32))
+            plan.start_on(0, x.address, x.nbytes, 1.0, stream.handle)
+            if step == 0:
+                plan.wait_on(stream.handle)
+                assert (x.read(stream) == 2).all()
+        begin = time.monotonic()
+        with pytest.raises(_native.Error, match=f"{call}: this library has failed"):
+            plan.wait_on(stream.handle)
+        assert time.monotonic() - begin < SOON
+        x.free()
+        stream.close()

@@ -19,6 +19,15 @@ using device::Current;
 constexpr auto kSlice = std::chrono::milliseconds(900);
 constexpr double kDrainSeconds = 10;
 
+std::exception_ptr error_of_team(const Team& team, std::exception_ptr otherwise) {
+  try {
+    team.throw_if_failed();
+  } catch (const std::exception&) {
+    return std::current_exception();
+  }
+  return otherwise;
+}
+
 }  // namespace
 
 DevicePlan::DevicePlan(Team& team, Plan& plan, int ordinal)
@@ -148,6 +157,12 @@ void DevicePlan::throw_if_failed() {
 
 void DevicePlan::fail(std::exception_ptr error) {
   team_.fail(error);  // first: once its caller sees the error, it may leave, and the others would hear only of that
+  try {
+    std::rethrow_exception(error);
+  } catch (const NetworkError&) {  // others may know better
+    error = error_of_team(team_, error);
+  } catch (const std::exception&) {  // it says what it is
+  }
   {
     const std::lock_guard lock(mutex_);
     if (!error_) error_ = error;

@@ -28,6 +28,7 @@ int comms = 0;
 Comm world{0};
 constexpr int kNewsBytes = 12;  // of engine/news.hpp: no other receive has so many
 std::pair<int, int> news;
+auto copy = +[](void* to, const void* from, size_t n) { std::memcpy(to, from, n); };
 
 // Call it with the mutex held.
 int fails(const char* call) {
@@ -56,6 +57,10 @@ void fake_mpi_fail(const char* call, int after) {
 int fake_mpi_has_failed() {
   const std::lock_guard lock(mutex);
   return left < 0;
+}
+// How messages are copied: those of memory that the host cannot reach, too.
+void fake_mpi_copy(void (*function)(void*, const void*, size_t)) {
+  copy = function;
 }
 // What the other rank tells of a team that cannot go on.
 void fake_mpi_tell(const char* item, int nbytes) {
@@ -88,8 +93,10 @@ int MPI_Comm_set_errhandler(Comm*, void*) {
 int MPI_Isend(const char* data, int count, void*, int, int tag, Comm* comm, Request** request) {
   const int error = begin(request, nullptr, tag, comm, "MPI_Isend");
   const std::lock_guard lock(mutex);
-  if (error == 0) messages[{comm->number, tag}].emplace_back(data, data + count);
-  return error;
+  if (error != 0) return error;
+  auto& sent = messages[{comm->number, tag}].emplace_back(count);
+  copy(sent.data(), data, sent.size());
+  return 0;
 }
 int MPI_Irecv(void* data, int count, void*, int, int tag, Comm* comm, Request** request) {
   if (count == kNewsBytes) news = {comm->number, tag};
@@ -124,7 +131,7 @@ int MPI_Test(Request** request, int* has_finished, void*) {
     *has_finished = !come.empty();
     if (come.empty()) return 0;
     error = fails("MPI_Test");
-    if (error == 0) std::memcpy(one->data, come.front().data(), come.front().size());
+    if (error == 0) copy(one->data, come.front().data(), come.front().size());
     come.pop_front();
   }
   delete one;
@@ -132,6 +139,7 @@ int MPI_Test(Request** request, int* has_finished, void*) {
   return error;
 }
 int MPI_Cancel(Request** request) {
+  if (*request == nullptr) return 1;
   (*request)->data = nullptr;
   return 0;
 }
