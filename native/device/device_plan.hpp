@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A plan whose tensors are on a GPU: what all ways of reducing them have in common. staged_plan.hpp goes through memory
-// of the host, nccl_plan.hpp from GPU to GPU.
+// of the host, the others (direct_plan.hpp) from GPU to GPU.
 #pragma once
 #include <atomic>
 #include <chrono>
