@@ -90,7 +90,7 @@ def limit_threads(count: int, teams: int = 1) -> tuple[list[str], list[str]]:
     return [f"{count} XLA threads"], []
 
 
-def device_of(tensors: Sequence[Any]) -> int | None:
+def device_of(tensors: Sequence[Any], pipelined: bool = False) -> int | None:
     """Return the number of the GPU on which JAX computes; None: the CPU."""
     return number_of_gpu()
 

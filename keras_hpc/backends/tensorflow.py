@@ -20,7 +20,7 @@ _ops: Any = None
 
 # Start and wait can do the work themselves.
 NEEDS_THREAD = False
-# TensorFlow copies what is on a GPU to the host and back itself.
+# Only those of gradients. What else is on a GPU, TensorFlow copies to the host and back itself.
 PLANS_ON_GPU = False
 
 
@@ -100,9 +100,14 @@ def limit_threads(count: int, teams: int = 1) -> tuple[list[str], list[str]]:
     return done, failed
 
 
-def device_of(tensors: Sequence[Any]) -> int | None:
-    """Return None: TensorFlow copies tensors of a GPU to the host and back itself."""
-    return None
+def device_of(tensors: Sequence[Any], pipelined: bool = False) -> int | None:
+    """Return the number of the GPU that has all of these variables; None: none has, or what is not read there."""
+    device = current.job().device
+    if device is None or pipelined:
+        return None
+    held = [getattr(x, "value", x) for x in tensors]
+    on_gpu = [isinstance(x, tf.Variable) and tf.DeviceSpec.from_string(x.device).device_type == "GPU" for x in held]
+    return device.ordinal if on_gpu and all(on_gpu) else None
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -128,7 +133,23 @@ def reduce(plan: Any, tensors: Sequence[Any], weight: Any = None, active: Any = 
             tf.convert_to_tensor(active, tf.bool), lambda: reduce(plan, unchanged, weight), lambda: unchanged
         )
         return chosen
-    return _wait(plan, _start(plan, tensors, weight))
+    if plan.device is None:
+        return _wait(plan, _start(plan, tensors, weight))
+    return list(map(tf.convert_to_tensor, tensors)) if plan.is_idle else _reduce_on(plan, tensors, weight)
+
+
+def _reduce_on(plan: Any, tensors: Sequence[Any], weight: Any) -> list[tf.Tensor]:
+    with tf.device("CPU:0"):
+        weight = tf.constant(1.0, tf.float64) if weight is None else tf.cast(weight, tf.float64)
+    with tf.device("GPU:0"):  # the only one that this process sees
+        tensors = [_checked(x, spec) for x, spec in zip(tensors, plan.tensors, strict=True)]
+        # Once a part of a tensor has come to the host, the GPU has computed it all.
+        started = [
+            _ops.khpc_start_on(x, tf.reshape(x, [-1])[:1], weight, plan=plan.id, tensor=i)
+            for i, x in enumerate(tensors)
+        ]
+        means = [_ops.khpc_wait_on(x, plan=plan.id, tensor=i, first=int(i == 0)) for i, x in enumerate(started)]
+    return _shaped(plan, means)
 
 
 def _start(plan: Any, tensors: Sequence[Any], weight: Any) -> list[tf.Tensor]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 
-def device_of(tensors: Sequence[Any]) -> int:
+def device_of(tensors: Sequence[Any], pipelined: bool = False) -> int:
     """Return the number of the GPU that has all of these tensors or variables; -1 if there is no such GPU."""
     devices = {tensor_of(x).device for x in tensors if x is not None}
     device = devices.pop() if len(devices) == 1 else None

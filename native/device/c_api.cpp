@@ -50,6 +50,23 @@ int khpc_wait_on(int plan, void* stream) {
       KHPC_ERROR);
 }
 
+int khpc_lend(int plan, int tensor, const void* data, double weight, void** lent, void** loan) {
+  return guarded(
+      [&]() -> int {
+        find(plan, tensor);  // there is such a tensor
+        expect(lent != nullptr && loan != nullptr, "places for what is lent");
+        const auto made = find_device(plan).device->lend(tensor, pointer_of(data), weight);
+        *lent = reinterpret_cast<void*>(made.data);
+        *loan = new device::Loan(made);
+        return KHPC_OK;
+      },
+      KHPC_ERROR);
+}
+
+void khpc_give_back(void* loan) {
+  delete static_cast<device::Loan*>(loan);
+}
+
 int khpc_second_on(int plan, void* const* data, void* stream) {
   return guarded(
       [&]() -> int {

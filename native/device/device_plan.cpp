@@ -78,6 +78,27 @@ void DevicePlan::forget_step() {
   is_over_ = false;
 }
 
+device::Loan DevicePlan::lend(int tensor, device::Pointer data, double weight) {
+  device::Loan loan{};
+  guarded<device::DriverError>([&] {
+    check_memory(tensor, data);
+    const std::lock_guard lock(lending_mutex_);
+    if (!loans_) {
+      std::vector<size_t> sizes;
+      for (int t = 0; t < count(); ++t) sizes.push_back(nbytes(t));
+      loans_ = std::make_unique<device::Loans>(device_.ordinal(), sizes);
+      lending_stream_ = std::make_unique<device::Stream>(device_);
+      stream_of_loans_ = lending_stream_.get();
+    }
+    loan = loans_->lend(tensor);
+    const device::StreamHandle stream = lending_stream_->handle();
+    if (nbytes(tensor) > 0)
+      device_.check(device_.api().copy_within(loan.data, data, nbytes(tensor), stream), "cuMemcpyDtoDAsync");
+    start_on(tensor, loan.data, {weight}, stream);
+  });
+  return loan;
+}
+
 void DevicePlan::write_updates(device::Pointer to, device::StreamHandle stream) {
   const int made = updates();
   guarded(
@@ -176,7 +197,8 @@ bool DevicePlan::drain() noexcept {
   const auto begin = Clock::now();
   try {
     const Current current(device_);
-    const auto of_ours = streams();
+    auto of_ours = streams();
+    if (const device::Stream* stream = stream_of_loans_) of_ours.push_back(stream);
     const auto is_busy = [](const device::Stream* stream) { return !stream->is_idle(); };
     while (std::any_of(of_ours.begin(), of_ours.end(), is_busy)) {
       if (is_hung_ || seconds_since(begin) > kDrainSeconds) {

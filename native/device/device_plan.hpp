@@ -6,6 +6,7 @@
 #include <chrono>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -13,6 +14,7 @@
 
 #include "common/condition.hpp"
 #include "device/device.hpp"
+#include "device/loans.hpp"
 #include "engine/attendant.hpp"
 #include "engine/plan.hpp"
 
@@ -32,6 +34,9 @@ class DevicePlan : public Attendant {
   // Reduces a tensor where it is on the device, after what the stream has been given so far. It is the engine's until
   // the stream has waited. Returns at once. Thread-safe.
   virtual void start_on(int tensor, device::Pointer data, const DeviceWeight& weight, device::StreamHandle stream) = 0;
+  // For who has no streams: starts a copy of what the device has computed. Where its mean will be, once the step is
+  // over; the memory lives as long as the pointer.
+  device::Loan lend(int tensor, device::Pointer data, double weight);
   // A tensor on the host, whose mean is in the plan's memory after wait_on; null: zeros.
   virtual void start(int tensor, const void* data, double weight) = 0;
   // Once all tensors have been started: blocks until all are reduced. What is given to the stream from then on finds
@@ -107,6 +112,11 @@ class DevicePlan : public Attendant {
 
  private:
   device::Event end_;  // of finish
+  // Of lend, with its lock; null: nobody has asked.
+  std::mutex lending_mutex_;
+  std::unique_ptr<device::Loans> loans_;
+  std::unique_ptr<device::Stream> lending_stream_;
+  std::atomic<const device::Stream*> stream_of_loans_{nullptr};  // the same, for any thread
   std::thread courier_;
 };
 

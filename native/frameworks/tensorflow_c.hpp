@@ -67,6 +67,8 @@ using DeleteFunction = void(void*);
     Tensor*(OpKernelContext*, int index, DataType, const int64_t* dims, int rank, size_t nbytes, Status*))          \
   X(ForwardInputOrAllocateOutput, Tensor*(OpKernelContext*, const int* candidates, int candidate_count, int output, \
                                           const int64_t* dims, int rank, int* forwarded, Status*))                  \
+  X(NewTensor, Tensor*(DataType, const int64_t* dims, int rank, void* data, size_t nbytes,                          \
+                       void (*give_back)(void* data, size_t nbytes, void* argument), void* argument))               \
   X(DeleteTensor, void(Tensor*))                                                                                    \
   X(TensorType, DataType(const Tensor*))                                                                            \
   X(TensorData, void*(const Tensor*))                                                                               \

@@ -139,8 +139,10 @@ inline void nothing(ShapeInferenceContext*, Status*) {}
 
 using Specs = std::vector<const char*>;
 
+// `on_gpu`: names of arguments that are in a GPU's memory, of an operation for GPUs only.
 template <class Kernel>
-void add_operation(const Specs& inputs, const Specs& outputs, const Specs& attributes, ShapeFunction* shape) {
+void add_operation(const Specs& inputs, const Specs& outputs, const Specs& attributes, ShapeFunction* shape,
+                   const std::vector<std::string>& on_gpu = {}) {
   OpDefinitionBuilder* operation = tf.NewOpDefinitionBuilder(Kernel::name);
   const auto generic = [](const char* spec) { return std::string(spec).find(": T") != std::string::npos; };
   if (std::any_of(inputs.begin(), inputs.end(), generic))
@@ -155,14 +157,18 @@ void add_operation(const Specs& inputs, const Specs& outputs, const Specs& attri
   outcome.check();
 
   for (const char* device : {"CPU", "GPU"}) {
+    if (device == std::string("CPU") && !on_gpu.empty()) continue;
     KernelBuilder* builder =
         tf.NewKernelBuilder(Kernel::name, device, create<Kernel>, compute<Kernel>, destroy<Kernel>);
     // On a GPU the same kernel runs on the host, and TensorFlow copies there and back. On a CPU the same words would
     // keep TensorFlow from forwarding any buffer: it takes one that must be on the host for another kind of memory.
     if (device == std::string("GPU"))
       for (const Specs& arguments : {inputs, outputs})
-        for (const char* spec : arguments)
-          tf.KernelBuilder_HostMemory(builder, std::string(spec, strcspn(spec, ":")).c_str());
+        for (const char* spec : arguments) {
+          const std::string argument(spec, strcspn(spec, ":"));
+          if (std::count(on_gpu.begin(), on_gpu.end(), argument) == 0)
+            tf.KernelBuilder_HostMemory(builder, argument.c_str());
+        }
     tf.RegisterKernelBuilder(Kernel::name, builder, outcome);
     outcome.check();
   }

@@ -3,6 +3,10 @@
 //
 //   KhpcStart(x, weight) -> y    hands x's buffer to the engine and returns at once
 //   KhpcWait(y) -> z             blocks until the buffer holds the reduced values
+//   KhpcStartOn(x, token, weight) -> y   the same of a GPU's memory. The token is a part of x, on the host: where it
+//   has
+//                                come, x has been computed
+//   KhpcWaitOn(y) -> z           the same; the first of a plan's tensors waits for all
 //   KhpcUpdates() -> count       how many updates a pipelined step makes, after its starts
 //   KhpcSecond(z) -> w           the average that the second of two updates applies
 //   KhpcLocalBegin(samples) -> mode   what a step of a plan with local steps has to do
@@ -105,6 +109,46 @@ struct Wait : TensorOfPlan {
   }
 };
 
+// TensorFlow shows no stream of a GPU's. So x goes to memory that the engine lends, which nothing that TensorFlow has
+// queued still reads or writes; it comes back when TensorFlow has released the mean.
+struct StartOn : TensorOfPlan {
+  static constexpr const char* name = "KhpcStartOn";
+  using TensorOfPlan::TensorOfPlan;
+
+  void compute(OpKernelContext* context) const {
+    const double weight = *static_cast<const double*>(tf.TensorData(input(context, 2).get()));
+    TensorHandle gradient = input(context, 0);
+    const std::vector<int64_t> shape = shape_of(gradient);
+    void *lent = nullptr, *loan = nullptr;
+    check(khpc_lend(plan, tensor, tf.TensorData(gradient.get()), weight, &lent, &loan));
+    const TensorHandle output(tf.NewTensor(
+        tf.TensorType(gradient.get()), shape.data(), static_cast<int>(shape.size()), lent,
+        tf.TensorByteSize(gradient.get()), [](void*, size_t, void* its) { khpc_give_back(its); }, loan));
+    in_flight.keep(plan, tensor, std::move(gradient));
+    Outcome outcome;
+    tf.SetOutput(context, 0, output.get(), outcome);
+    outcome.check();
+  }
+};
+
+struct WaitOn : TensorOfPlan {
+  static constexpr const char* name = "KhpcWaitOn";
+  explicit WaitOn(OpKernelConstruction* node) : TensorOfPlan(node), first(attribute(node, "first") != 0) {}
+
+  void compute(OpKernelContext* context) const {
+    if (first) {
+      check(khpc_wait_on(plan, nullptr));
+      check(khpc_finish_on(plan));
+    }
+    in_flight.release(plan, tensor);
+    Outcome outcome;
+    tf.SetOutput(context, 0, input(context, 0).get(), outcome);
+    outcome.check();
+  }
+
+  const bool first;
+};
+
 struct Updates {
   static constexpr const char* name = "KhpcUpdates";
   explicit Updates(OpKernelConstruction* node) : plan(attribute(node, "plan")) {}
@@ -171,6 +215,9 @@ std::string add_operations() {
     tf.bind();
     add_operation<Start>({"x: T", "weight: double"}, {"y: T"}, {"plan: int", "tensor: int"}, same_shape);
     add_operation<Wait>({"y: T"}, {"z: T"}, {"plan: int", "tensor: int"}, same_shape);
+    add_operation<StartOn>({"x: T", "token: T", "weight: double"}, {"y: T"}, {"plan: int", "tensor: int"}, same_shape,
+                           {"x", "y"});
+    add_operation<WaitOn>({"y: T"}, {"z: T"}, {"plan: int", "tensor: int", "first: int"}, same_shape, {"y", "z"});
     add_operation<Updates>({}, {"count: int32"}, {"plan: int"}, scalar);
     add_operation<Second>({"z: T"}, {"w: T"}, {"plan: int", "tensor: int"}, same_shape);
     add_operation<LocalBegin>({"samples: double"}, {"mode: int32"}, {"plan: int"}, scalar);

@@ -303,7 +303,7 @@ EXPORT int cuMemsetD32Async(uint64_t device, unsigned value, size_t n, void* str
 }
 EXPORT int cuPointerGetAttribute(void* value, int attribute, uint64_t pointer) {
   ENTER("cuPointerGetAttribute");
-  int device = first_device;
+  int device = current.empty() ? first_device.load() : current.back();  // of memory that only a framework knows
   if (memory.behind(pointer, 1, &device) == nullptr && !any_pointer) return kInvalidValue;
   if (attribute == 2)
     *static_cast<unsigned*>(value) = 2;

@@ -24,6 +24,10 @@ EXPORT void fake_show(int first, int count) {
 EXPORT void fake_any_pointer(int yes) {
   any_pointer = yes != 0;
 }
+// For a framework that computes on the host what it believes to be on a GPU.
+EXPORT void fake_let_host() {
+  memory.let_host();
+}
 // This thread is inside a step: what waits for the device is a mistake.
 EXPORT void fake_in_step(int yes) {
   in_step = yes != 0;

@@ -33,6 +33,8 @@ class Memory {
  public:
   // `access`: what the host may do with it, PROT_NONE or more.
   explicit Memory(int access) : access_(access) {}
+  // From now on the host may touch what is allocated.
+  void let_host() { access_ = PROT_READ | PROT_WRITE; }
   void* allocate(size_t n, int device) {
     const int file = memfd_create("fake device", MFD_CLOEXEC);
     if (ftruncate(file, static_cast<off_t>(whole(n))) != 0) die("no memory");
@@ -93,7 +95,7 @@ class Memory {
     return shown;
   }
   static size_t whole(size_t n) { return (n + 4095) / 4096 * 4096 + 4096; }
-  const int access_;
+  std::atomic<int> access_;
   std::mutex mutex_;
   std::map<uintptr_t, Allocation> all_;
 };

@@ -1,6 +1,8 @@
 // A device of type "GPU" for TensorFlow without one, by its StreamExecutor C interface, which
 // load_pluggable_device_library takes. So TensorFlow does with our operations what it does on a GPU: it places them,
 // and copies their arguments and results between host and device, on streams of its own that run late.
+#include <dlfcn.h>
+
 #include <atomic>
 #include <cstring>
 
@@ -17,8 +19,17 @@ namespace {
 fake::Memory memory(PROT_READ | PROT_WRITE);
 std::atomic<int64_t> to_host{0}, to_device{0};  // bytes
 
+// Also memory of the engine's, of the fake driver.
+std::byte* behind(uintptr_t pointer, uint64_t n) {
+  if (std::byte* found = memory.behind(pointer, n)) return found;
+  void* symbol = dlsym(dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD), "fake_behind");
+  void* (*of_driver)(uint64_t, size_t);
+  std::memcpy(&of_driver, &symbol, sizeof symbol);
+  return static_cast<std::byte*>(of_driver(pointer, n));
+}
+
 std::byte* of(const SP_DeviceMemoryBase* base, uint64_t n) {
-  std::byte* found = memory.behind(reinterpret_cast<uintptr_t>(base->opaque), n);
+  std::byte* found = behind(reinterpret_cast<uintptr_t>(base->opaque), n);
   if (found == nullptr) fake::die("TensorFlow uses memory that is not the device's");
   return found;
 }

@@ -273,7 +273,7 @@ def reduce_gradients(
     elif means:
         needed = takers.of_gradients(optimizer, variables)
         specs = [_spec(i, gradients[i], variables, needed) for i in means]
-        plan = team.plan(key_of(optimizer), specs, wire_dtype=team.wire_dtype)
+        plan = _plan(team, key_of(optimizer), specs, variables)
         _replace(result, means, backends.current().reduce(plan, [gradients[i] for i in means], count, due))
     if sparse:
         share = _share(optimizer, count) / team.size
@@ -282,6 +282,16 @@ def reduce_gradients(
             owner = (variables or model_variables.trained_by(optimizer))[index]
             rows.note(_applying.optimizer or optimizer, owner.shape)
     return result
+
+
+def _plan(team: Any, key: str, specs: list[TensorSpec], variables: Sequence[Any]) -> Any:
+    """Return the plan of gradients, of which all exist: on the GPU that has the variables, where there is one."""
+    device = backends.current().device_of(variables)
+    if device is not None:
+        plan = team.plan(key, specs, wire_dtype=team.wire_dtype, in_segment=True, device=device)
+        if plan.device is not None or backends.current().PLANS_ON_GPU:
+            return plan
+    return team.plan(key, specs, wire_dtype=team.wire_dtype)
 
 
 def plan_in_segment(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> tuple[Any, list[int]]:

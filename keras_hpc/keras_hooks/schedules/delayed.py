@@ -262,7 +262,7 @@ def _line_of(
     ]
     # An optimizer may be given other variables in turn: each choice of them is late by itself.
     name = f"{key}/{len(known.delayed)}" if known.delayed else key
-    device = backends.current().device_of(tensors)
+    device = backends.current().device_of(tensors, pipelined=True)
     plan = team.plan(name, specs, wire_dtype=team.wire_dtype, pipelined=True, device=device)
     average = known.restored.pop(len(known.delayed), None)
     if average is not None:

@@ -57,6 +57,11 @@ KHPC_API int khpc_local_anchor(int plan, int tensor, const void* weights);
 // khpc_start, a float or double (4 or 8 bytes) on the GPU; null: 1. Returns at once. Thread-safe.
 KHPC_API int khpc_start_on(int plan, int tensor, void* data, const void* weight, int weight_nbytes, void* stream);
 
+// The same for frameworks that show no streams: of what the GPU has computed already. It is copied to `lent`, memory of
+// the GPU whose mean is there after khpc_wait_on and khpc_finish_on, and which lives until khpc_give_back(loan).
+KHPC_API int khpc_lend(int plan, int tensor, const void* data, double weight, void** lent, void** loan);
+KHPC_API void khpc_give_back(void* loan);
+
 // After khpc_start_on of all tensors: blocks until all are reduced. What the stream is given from then on finds the
 // results. khpc_second_on does as khpc_second, of all tensors; khpc_write_updates writes what khpc_updates returns, an
 // int32_t, into memory of the GPU; khpc_finish_on blocks until the default stream (null) has done what it was given.
