@@ -253,6 +253,7 @@ def test_tensorflow_on_gpus_gives_the_bits_of_the_cpu(n, env, gpus_of_tensorflow
     results = []
     for libraries in ((), gpus_of_tensorflow):
         out = tmp_path / f"{len(libraries)}.json"
+        env = env | {"KERAS_HPC_ALLREDUCE": "device:0-=staged"}
         done = run_ranks(n, [ROOT / "tests" / "ranks" / "train_on_gpu.py", out, *libraries], env=env)
         results.append(json.loads(out.read_text()))
     on_cpu, on_gpu = results
@@ -260,13 +261,16 @@ def test_tensorflow_on_gpus_gives_the_bits_of_the_cpu(n, env, gpus_of_tensorflow
     assert on_gpu.pop("devices") == ["/physical_device:GPU:0"]  # rank 0's, of two
     assert "rank 0 computes on GPU 0 (Fake GPU" in done.output
     assert done.output.count("2 ranks of this node compute on one GPU") == (n == 3)  # said once for each GPU
-    copied, gradients = on_gpu.pop("copied in a step"), on_gpu.pop("bytes of the gradients")
-    assert min(copied) >= gradients
+    assert on_gpu.pop("gradients lent") == (0 if n == 1 else 4)
+    assert done.output.count("are copied to the host while nothing else is done; rank 0: ") == (n > 1)
     assert on_cpu.pop("allreduce") == ["CPU", "CPU"]
     assert on_gpu.pop("allreduce") == ["GPU", "GPU"]
     for case, found in on_gpu.items():
         if isinstance(found, dict):
             assert (found.pop("on"), on_cpu[case].pop("on")) == (["GPU"], ["CPU"])
+    if n == 1:  # which TensorFlow alone does not compute alike twice on this device, with or without keras_hpc
+        on_gpu.pop("rows of an embedding")
+        on_cpu.pop("rows of an embedding")
     assert on_gpu == on_cpu
     assert on_cpu["sum"] == on_cpu["broadcast"] == 0
 
@@ -286,8 +290,11 @@ def test_a_gpu_that_one_rank_does_not_get(what, said, gpus_of_tensorflow, run_ra
 
 
 @pytest.mark.mpi
-def test_tensorflow_moves_no_buffer_to_a_gpu_while_it_is_reduced(gpus_of_tensorflow, run_ranks):
-    done = run_ranks(2, [ROOT / "tests" / "ranks" / "reduce_on_gpu.py", *gpus_of_tensorflow])
+def test_tensorflow_moves_no_buffer_while_it_is_reduced(gpus_of_tensorflow, run_ranks):
+    """Neither to a GPU, nor there; nor is one read before it has been computed."""
+    env = {"KERAS_HPC_ALLREDUCE": "device:0-=staged"}
+    done = run_ranks(2, [ROOT / "tests" / "ranks" / "reduce_on_gpu.py", *gpus_of_tensorflow], env=env)
+    assert done.output.count("is done>") == 2
     for rank in range(2):
         for number in range(5):
             assert f"<{rank}: [{number + 0.5}, {number + 0.5}]>" in done.output, done.output

@@ -7,8 +7,8 @@ Every backend is one module with the same functions:
 - `sees_gpus()`: whether the framework can compute on GPUs here.
 - `use_device(device)`: a context in which it computes on that `Device`, or, with None, on the CPU.
 - `limit_threads(count, teams)`: compute with so many threads, if the framework has not started yet.
-- `device_of(tensors, pipelined=False)`: the number of the GPU whose memory plans use directly, -1 for the host, None: no
-  plan of these does.
+- `device_of(tensors, pipelined=False)`: the number of the GPU whose memory plans of them use, -1 for the host, None:
+  no plan does.
 - `reduce(plan, tensors, weight=None, active=None)`: reduce the tensors of a plan over the ranks of its team.
 - `turn`, `repeat`: the same for pipelined plans, and the updates that follow.
 - `allreduce(team, x, op, what)`: reduce one tensor, by a call that needs no plan; its gradient is not known here.

@@ -3,11 +3,11 @@
 // and copies their arguments and results between host and device, on streams of its own that run late.
 #include <dlfcn.h>
 
-#include <atomic>
 #include <cstring>
 
 #include "fake_gpu.hpp"
 #include "tensorflow/c/experimental/stream_executor/stream_executor.h"
+#include "tensorflow/c/kernels.h"
 
 struct SP_Stream_st : fake::Stream {};
 struct SP_Event_st : fake::Event {};
@@ -17,7 +17,6 @@ namespace {
 
 // TensorFlow runs its own operations for any kind of device on the host, such as a variable's update: they touch it.
 fake::Memory memory(PROT_READ | PROT_WRITE);
-std::atomic<int64_t> to_host{0}, to_device{0};  // bytes
 
 // Also memory of the engine's, of the fake driver.
 std::byte* behind(uintptr_t pointer, uint64_t n) {
@@ -80,12 +79,10 @@ void fill_executor(SP_StreamExecutor& e) {
   e.start_timer = e.stop_timer = [](const SP_Device*, SP_Stream, SP_Timer, TF_Status*) {};
   e.memcpy_dtoh = [](const SP_Device*, SP_Stream stream, void* to, const SP_DeviceMemoryBase* from, uint64_t n,
                      TF_Status*) {
-    to_host += static_cast<int64_t>(n);
     stream->push([to, source = of(from, n), n] { std::memcpy(to, source, n); });
   };
   e.memcpy_htod = [](const SP_Device*, SP_Stream stream, SP_DeviceMemoryBase* to, const void* from, uint64_t n,
                      TF_Status*) {
-    to_device += static_cast<int64_t>(n);
     stream->push([target = of(to, n), from, n] { std::memcpy(target, from, n); });
   };
   e.memcpy_dtod = [](const SP_Device*, SP_Stream stream, SP_DeviceMemoryBase* to, const SP_DeviceMemoryBase* from,
@@ -124,15 +121,49 @@ void fill_executor(SP_StreamExecutor& e) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Bytes of tensors that were copied so far.
-EXPORT int64_t fake_bytes_to_host() {
-  return to_host;
+namespace {
+
+template <class F>
+F* of_tensorflow(F*, const char* name) {
+  for (const char* library : {"libtensorflow_framework.so.2", "libtensorflow_cc.so.2"})
+    if (void* found = dlsym(dlopen(library, RTLD_LAZY | RTLD_NOLOAD), name)) return reinterpret_cast<F*>(found);
+  fake::die(std::string("TensorFlow has no ") + name);
 }
-EXPORT int64_t fake_bytes_to_device() {
-  return to_device;
+#define TF(name) of_tensorflow(&TF_##name, "TF_" #name)
+
+// The squares of a tensor, late: nothing but what has come after them on a stream says that they are there.
+void square(void*, TF_OpKernelContext* context) {
+  constexpr int most_dims = 8;
+  TF_Status* status = TF(NewStatus)();
+  TF_Tensor *x = nullptr, *y = nullptr;
+  TF(GetInput)(context, 0, &x, status);
+  int64_t dims[most_dims];
+  const int rank = TF(NumDims)(x);
+  for (int axis = 0; axis < rank; ++axis) dims[axis] = TF(Dim)(x, axis);
+  const size_t n = TF(TensorByteSize)(x);
+  y = TF(AllocateOutput)(context, 0, TF_FLOAT, dims, rank, n, status);
+  const auto* from = reinterpret_cast<float*>(behind(reinterpret_cast<uintptr_t>(TF(TensorData)(x)), n));
+  auto* to = reinterpret_cast<float*>(behind(reinterpret_cast<uintptr_t>(TF(TensorData)(y)), n));
+  TF(GetStream)(context, status)->push([=] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    for (size_t i = 0; i < n / sizeof(float); ++i) to[i] = from[i] * from[i];
+  });
+  TF(DeleteTensor)(x);
+  TF(DeleteTensor)(y);
+  TF(DeleteStatus)(status);
 }
 
-EXPORT void TF_InitKernel() {}  // it brings no operations: those of ours are placed on it
+}  // namespace
+
+// The only operation of its own: what else is computed on it, is ours, or TensorFlow computes it elsewhere.
+EXPORT void TF_InitKernel() {
+  TF_Status* status = TF(NewStatus)();
+  TF_KernelBuilder* builder = TF(NewKernelBuilder)("Square", "GPU", nullptr, square, nullptr);
+  TF(KernelBuilder_TypeConstraint)(builder, "T", TF_FLOAT, status);
+  TF(RegisterKernelBuilder)("FakeSquare", builder, status);
+  if (TF(GetCode)(status) != TF_OK) fake::die(TF(Message)(status));
+  TF(DeleteStatus)(status);
+}
 
 EXPORT void SE_InitPlugin(SE_PlatformRegistrationParams* params, TF_Status*) {
   SP_Platform& platform = *params->platform;

@@ -57,7 +57,9 @@ def _torch():
     torch_gradients.DeviceGradients._start = start_elsewhere
     torch_gradients.use_on_this_stream = _of_two_streams.append
     # What stands for a tensor while Keras asks for shapes is nowhere.
-    backend.device_of = lambda tensors, pipelined=False: None if any(getattr(x, "is_meta", False) for x in tensors) else 0
+    backend.device_of = lambda tensors, pipelined=False: (
+        None if any(getattr(x, "is_meta", False) for x in tensors) else 0
+    )
     backend.stream_of = torch_gradients.stream_of = lambda device: current[0]
     torch_gradients.gpu = lambda number: "cpu"
     Plan.wait_on = _and_finish(Plan.wait_on)
