@@ -162,7 +162,9 @@ void DevicePlan::stop() {
   changed_.notify_all();
   if (!courier_.joinable()) return;
   courier_.join();
-  if (!drain()) abandon();
+  if (drain()) return;
+  abandon();
+  static_cast<void>(loans_.release());
 }
 
 // ---- errors

@@ -3,10 +3,8 @@
 //
 //   KhpcStart(x, weight) -> y    hands x's buffer to the engine and returns at once
 //   KhpcWait(y) -> z             blocks until the buffer holds the reduced values
-//   KhpcStartOn(x, token, weight) -> y   the same of a GPU's memory. The token is a part of x, on the host: where it
-//   has
-//                                come, x has been computed
-//   KhpcWaitOn(y) -> z           the same; the first of a plan's tensors waits for all
+//   KhpcStartOn(x, token, weight) -> y, KhpcWaitOn(y) -> z   the same on a GPU. The token is a part of x on the host:
+//                                once it has come, x has been computed. The first wait is for all of a plan
 //   KhpcUpdates() -> count       how many updates a pipelined step makes, after its starts
 //   KhpcSecond(z) -> w           the average that the second of two updates applies
 //   KhpcLocalBegin(samples) -> mode   what a step of a plan with local steps has to do
@@ -53,6 +51,12 @@ std::atomic<int64_t> copied_bytes{0};
 struct TensorOfPlan {
   explicit TensorOfPlan(OpKernelConstruction* node)
       : plan(attribute(node, "plan")), tensor(attribute(node, "tensor")) {}
+  void check_size(size_t nbytes) const {
+    const int64_t expected = khpc_plan_nbytes(plan, tensor);
+    if (expected >= 0 && static_cast<int64_t>(nbytes) != expected)
+      throw std::runtime_error("Tensor " + std::to_string(tensor) + " of plan " + std::to_string(plan) + " must have " +
+                               std::to_string(expected) + " bytes. Received: " + std::to_string(nbytes) + " bytes.");
+  }
   const int plan, tensor;
 };
 
@@ -66,11 +70,7 @@ struct Start : TensorOfPlan {
     const std::vector<int64_t> shape = shape_of(gradient);
     const size_t nbytes = tf.TensorByteSize(gradient.get());
     const void* source = tf.TensorData(gradient.get());
-    const int64_t expected = khpc_plan_nbytes(plan, tensor);
-    if (expected >= 0 && static_cast<int64_t>(nbytes) != expected) {
-      throw std::runtime_error("Tensor " + std::to_string(tensor) + " of plan " + std::to_string(plan) + " must have " +
-                               std::to_string(expected) + " bytes. Received: " + std::to_string(nbytes) + " bytes.");
-    }
+    check_size(nbytes);
 
     Outcome outcome;
     if (khpc_plan_only_reads(plan, tensor) == 1) {  // as a variable, which holds its buffer
@@ -119,6 +119,7 @@ struct StartOn : TensorOfPlan {
     const double weight = *static_cast<const double*>(tf.TensorData(input(context, 2).get()));
     TensorHandle gradient = input(context, 0);
     const std::vector<int64_t> shape = shape_of(gradient);
+    check_size(tf.TensorByteSize(gradient.get()));
     void *lent = nullptr, *loan = nullptr;
     check(khpc_lend(plan, tensor, tf.TensorData(gradient.get()), weight, &lent, &loan));
     const TensorHandle output(tf.NewTensor(
