@@ -4,7 +4,8 @@
 The gradients of a rank count in proportion to its samples, and so do logs, which say how many those are. A rank without
 samples runs the step on one sample of zeros with weight 0, or on a whole batch of them where the model takes no other:
 it takes part in every exchange, contributes nothing, and forgets what the zeros did to its own state, but not what the
-other ranks' samples did to statistics that all share.
+other ranks' samples did to statistics that all share. On PyTorch it takes samples that it had before, if any: zeros may
+give numbers that are none, as where a mask leaves nothing of them, and PyTorch's losses and distributions raise then.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Mode:
         in_lockstep: whether all ranks run as many steps, so that they may exchange something in each.
         may_be_empty: whether batches may be empty. Only TensorFlow does not know the size of a batch when it traces.
         rows: of a batch that stands for none.
+        whole: whether ranks take whole batches, so that one that stands for none has as many rows as those before: a
+            step may know how many they are, or the first axis of its batches may be none of samples.
         virtual: whether this rank computes several parts of a batch in turn.
     """
 
@@ -44,6 +47,7 @@ class Mode:
     in_lockstep: bool
     may_be_empty: bool
     rows: int
+    whole: bool = False
     virtual: bool = False
 
 
@@ -68,7 +72,8 @@ def mode_of(kind: str, model: Any) -> Mode:
         return Mode(True, True, True, rows, virtual=True)
     # What ranks exchange in a step would be all that they send in local steps.
     in_lockstep = shared_out if kind == "test" else current.team_of(model).schedule.local is None
-    return Mode(True, in_lockstep, bool(getattr(adapter, "may_be_empty", False)), rows)
+    whole = current.job().batch == "local"
+    return Mode(True, in_lockstep, bool(getattr(adapter, "may_be_empty", False)), rows, whole)
 
 
 def wrap(model: Any, kind: str, mode: Mode, step: StepFunction) -> StepFunction:
@@ -93,10 +98,9 @@ def wrap(model: Any, kind: str, mode: Mode, step: StepFunction) -> StepFunction:
                 losses.meet(this)
             yield this
 
-    make = {"jax": _jax_step, "torch": _torch_step}.get(
-        keras.backend.backend(), _guarded_step if mode.may_be_empty else _plain_step
-    )
-    counted = make(layer_states.together(step) if shares_states else step, begin, mode.rows)
+    makes = {"jax": _jax_step, "torch": _torch_step}
+    make = makes.get(keras.backend.backend(), _guarded_step if mode.may_be_empty else _plain_step)
+    counted = make(layer_states.together(step) if shares_states else step, begin, mode)
 
     @functools.wraps(step)
     def drawing_by_rank(*args: Any) -> Any:
@@ -130,7 +134,7 @@ def _noted(logs: Any, count: Any) -> Any:
     return {**logs, _SAMPLES: count if known else keras.ops.cast(count, "int32")}
 
 
-def _plain_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
+def _plain_step(step: StepFunction, begin: Begin, mode: Mode) -> StepFunction:
     def counted(data: Any) -> Any:
         count = batch_size(data)
         with begin(count):
@@ -139,10 +143,15 @@ def _plain_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
     return counted
 
 
-def _jax_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
+def _jax_step(step: StepFunction, begin: Begin, mode: Mode) -> StepFunction:
+    rows = mode.rows
+
     def counted(state: Any, data: Any) -> Any:
+        nonlocal rows
         count = batch_size(data)
         empty = isinstance(count, int) and count == 0
+        if mode.whole and isinstance(count, int):
+            rows = max(rows, count)  # of the batches that it is compiled for
         with begin(count) as this:
             logs, new_state = step(state, zeros(data, rows) if empty else data)
         if not empty:
@@ -159,15 +168,21 @@ def _jax_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
     return counted
 
 
-def _torch_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
+def _torch_step(step: StepFunction, begin: Begin, mode: Mode) -> StepFunction:
+    earlier: Any = None  # samples of this rank, where a later batch may have none
+
     def counted(batches: Any) -> Any:
+        nonlocal earlier
         (data,) = batches  # PyTorch's trainer runs one step at a time
         count = batch_size(data)
         empty = isinstance(count, int) and count == 0
+        if earlier is None and count and mode.may_be_empty:
+            first = functools.partial(_first_rows, rows=mode.rows)
+            earlier = data if mode.whole else keras.tree.map_structure(first, data)
         with begin(count) as this:
             variables = [*own_state(this.model, this.shares_states), *buffers(this.model)] if empty else []
             before = [keras.ops.copy(variable.value) for variable in variables]
-            logs = step([zeros(data, rows) if empty else data])
+            logs = step([data if not empty else zeros(data, mode.rows) if earlier is None else earlier])
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
         return _noted(_without_nan(logs) if empty else logs, count)
@@ -175,14 +190,19 @@ def _torch_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
     return counted
 
 
-def _guarded_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
+def _guarded_step(step: StepFunction, begin: Begin, mode: Mode) -> StepFunction:
     import tensorflow as tf
+
+    fixed = mode.rows if mode.rows > 1 else None
+    with tf.device("CPU:0"):  # where shapes are
+        known = tf.Variable(mode.rows, trainable=False)  # how many rows a batch that stands for none has
 
     def counted(data: Any) -> Any:
         count = batch_size(data)
         if count is None:
             return step(data)
         empty = tf.equal(count, 0)
+        rows = known.assign(tf.maximum(known, tf.cast(count, tf.int32))) if mode.whole else mode.rows
 
         def filled(leaf: Any) -> Any:
             if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
@@ -190,7 +210,7 @@ def _guarded_step(step: StepFunction, begin: Begin, rows: int) -> StepFunction:
             if not isinstance(leaf, tf.Tensor) or leaf.shape.rank == 0:
                 return leaf
             full = tf.cond(empty, lambda: _zero_rows(leaf, rows), lambda: leaf)
-            full.set_shape([None if rows == 1 else rows, *leaf.shape[1:]])
+            full.set_shape([fixed, *leaf.shape[1:]])
             return full
 
         with begin(count) as this:
@@ -251,6 +271,13 @@ def own_state(model: Any, shares_states: bool) -> list[Any]:
 def zeros(data: Any, rows: int) -> Any:
     """Return so many samples of zeros in the place of data that have none."""
     return keras.tree.map_structure(lambda leaf: _zero_rows(leaf, rows), data)
+
+
+def _first_rows(leaf: Any, rows: int) -> Any:
+    """Return a copy of the first rows of an array, again and again where it has fewer."""
+    if not len(getattr(leaf, "shape", ())):
+        return leaf
+    return keras.ops.take(leaf, [row % leaf.shape[0] for row in range(rows)], axis=0)
 
 
 def _zero_rows(leaf: Any, rows: int) -> Any:
