@@ -43,7 +43,7 @@ def install(job: Any, patcher: Any) -> None:
     patcher.patch(keras_private.backend_trainer(), "make_predict_function", _make_predict_function)
     patcher.patch(function, "_run_through_graph", _run_through_graph)
     patcher.patch(functional, "input_spec", _input_spec)
-    if keras.backend.backend() == "jax":
+    if keras.backend.backend() == "jax" and not job.keep_memory:
         import jax
 
         from keras_hpc.backends import jax_compiling

@@ -11,6 +11,7 @@ from jax import monitoring
 from keras import layers
 from spatial_cases import grid, ranks  # noqa: F401
 
+import keras_hpc
 from keras_hpc.backends import jax_compiling
 from keras_hpc.keras_hooks import keras_private
 
@@ -54,10 +55,20 @@ def test_a_loss_of_ones_own_is_asked_as_it_is(grid):
     assert any("tanh" in name for name in trained(own))
 
 
-def test_steps_have_the_compiler_that_needs_least(grid):
-    options = keras_private.module(keras_private.JAX_TRAINER).jit.keywords["compiler_options"]
-    assert options == {"xla_cpu_use_fusion_emitters": False}
-    assert keras_private.module(keras_private.JAX_TRAINER).jit.func is jax.jit
+def test_steps_have_the_compiler_that_needs_least_where_memory_is_short():
+    trainer = keras_private.module(keras_private.JAX_TRAINER)
+    for keep_memory in (False, True):
+        keras_hpc.init(batch="global", spatial=(ranks(), 1), keep_memory=keep_memory)
+        made = trainer.jit
+        names = trained("mse")
+        keras_hpc.finalize()
+        assert any("train_step" in name for name in names)
+        assert trainer.jit is jax.jit
+        if keep_memory:
+            assert made is jax.jit
+        else:
+            assert made.func is jax.jit
+            assert made.keywords == {"compiler_options": {"xla_cpu_use_fusion_emitters": False}}
 
 
 def test_what_the_user_or_xla_says_of_the_compiler_stands(monkeypatch):
