@@ -180,6 +180,7 @@ def init(
             device=gpu,
             virtual=None if virtual_ranks is None else Virtual(virtual_ranks, world.rank, world.size),
             shard_optimizer=shard_optimizer,
+            keep_memory=keep_memory,
         )
         if job.virtual is not None and gpu is not None:
             raise ValueError(f"init(virtual_ranks=) computes on CPUs so far; pass device='cpu'. Received: {gpu}")

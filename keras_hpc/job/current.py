@@ -48,6 +48,7 @@ class Job:
         delayed: whether a team is not synchronous: then one rank alone has something to do, too.
         guard: the `exit.Guard` of this process.
         shard_optimizer: whether each rank keeps its part of the state of optimizers.
+        keep_memory: whether memory may be taken where it makes steps faster.
         group: the `spatial.group.Group` of this rank; None: each rank computes whole samples.
         device: the `Device` that this rank computes on; None: the CPU.
         virtual: the fixed parts of every global batch; None: each rank has one, of its own size.
@@ -77,6 +78,7 @@ class Job:
     check_replicas_every: int | None
     guard: Any
     shard_optimizer: bool = False
+    keep_memory: bool = True
     group: Any = None
     device: Device | None = None
     delayed: bool = False

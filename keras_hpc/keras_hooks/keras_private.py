@@ -38,6 +38,9 @@ FUNCTIONAL = "keras.src.models.functional:Functional"
 # The module in which a backend draws random numbers, by its name.
 RANDOM = "keras.src.backend.{}.random"
 
+# The module in which Keras compiles steps on JAX, with its own name `jit`.
+JAX_TRAINER = "keras.src.backend.jax.trainer"
+
 # The module of convolutions on PyTorch.
 TORCH_FUNCTIONS = "keras.src.backend.torch.nn"
 

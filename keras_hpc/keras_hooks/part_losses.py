@@ -250,7 +250,8 @@ def _asking_loss(original: Method) -> Method:
     @functools.wraps(original)
     def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         if _of.loss is not None and not _of.loss.is_known(self, y_pred):
-            _of.loss.ask(self, f"The loss `{self.name}`", self.call, self.dtype, y_true, y_pred)
+            function = pair_losses.in_one_program(self, self.call)
+            _of.loss.ask(self, f"The loss `{self.name}`", function, self.dtype, y_true, y_pred)
         before, _of.name = _of.name, self.name
         try:
             return original(self, y_true, y_pred, sample_weight=sample_weight)
@@ -264,7 +265,7 @@ def _asking_metric(original: Method) -> Method:
     @functools.wraps(original)
     def update_state(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         if _of.metric is not None and not _of.metric.is_known(self, y_pred):
-            function = functools.partial(self._fn, **self._fn_kwargs)
+            function = pair_losses.in_one_program(self, functools.partial(self._fn, **self._fn_kwargs))
             _of.metric.ask(self, f"The metric `{self.name}`", function, self.dtype, y_true, y_pred)
         return original(self, y_true, y_pred, sample_weight=sample_weight)
 

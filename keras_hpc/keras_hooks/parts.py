@@ -43,6 +43,14 @@ def install(job: Any, patcher: Any) -> None:
     patcher.patch(keras_private.backend_trainer(), "make_predict_function", _make_predict_function)
     patcher.patch(function, "_run_through_graph", _run_through_graph)
     patcher.patch(functional, "input_spec", _input_spec)
+    if keras.backend.backend() == "jax" and not job.keep_memory:
+        import jax
+
+        from keras_hpc.backends import jax_compiling
+
+        trainer_module = keras_private.module(keras_private.JAX_TRAINER)
+        if getattr(trainer_module, "jit", None) is jax.jit:  # and not that of Flax
+            patcher.patch(trainer_module, "jit", jax_compiling.in_less_memory)
 
 
 # ---- plans

@@ -239,6 +239,29 @@ def _is_users(loss: Any) -> bool:
     return not of_keras or (function is not None and not str(function.__module__).startswith("keras."))
 
 
+def in_one_program(asked: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a loss or metric computes, on JAX as one program that goes away with it, if it is Keras' own.
+
+    Each kind of operation that runs by itself is a program that stays, with its 1.6 MiB. Of the user's own, a program
+    would not show whether it draws random numbers.
+
+    Args:
+        asked: a `keras.losses.Loss`, or a metric that is the mean of a function.
+        function: what it computes.
+    """
+    owners = type(asked), getattr(asked, "fn", None), getattr(asked, "_fn", None)
+    if keras.backend.backend() != "jax" or any(not _is_of_keras(owner) for owner in owners if owner is not None):
+        return function
+    import jax
+
+    program: Callable[..., Any] = jax.jit(lambda *samples: function(*samples))  # a function that has no other program
+    return program
+
+
+def _is_of_keras(owner: Any) -> bool:
+    return str(getattr(owner, "__module__", "")).startswith("keras.")
+
+
 def _made_up(given: tuple[Any, Any], seed: int) -> tuple[Any, ...]:
     """Return samples like `y_true` and `y_pred`, which are not alike."""
     return tuple(
