@@ -35,7 +35,7 @@ def _event(event: str, seconds: float, **_: Any) -> None:
 def in_less_memory(jit: Callable[..., Any]) -> Callable[..., Any]:
     """Return `jax.jit` as it compiles programs for CPUs in a fraction of the memory, if this XLA can.
 
-    Their steps may compute up to a fifth longer.
+    Their steps may compute longer, by up to a quarter.
     """
     return functools.partial(jit, compiler_options={_EMITTERS: False}) if _has_emitters() else jit
 
