@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import threading
 import time
 
@@ -263,39 +264,63 @@ def check_end_in_a_step(ids, run=run):
     run([0, 0], work)
 
 
-def check_an_error_in_a_step(ids, call, run=run):
-    """It is one on all ranks, at once; then the tensors are freed."""
+def errors_in_a_step(ids, nodes, fail, run=run, on_host=False, seconds=15):
+    """Return what each rank hears in time when something fails on the last one; then the tensors are freed.
+
+    `on_host`: one of the tensors is there.
+    """
 
     def work(team, rank):
         with contextlib.closing(DirectStep(team, rank, ids, weighted=True)) as step:
             step.start(data_of(rank, COUNTS, DTYPES), 1.0 + rank)
             step.wait()
             team.barrier()
-            if rank == 1:
-                driver().fake_fail(call.encode(), 2)
+            if rank == len(nodes) - 1:
+                fail()
 
             def go_on():
                 for number in range(30):
-                    arrays = data_of(rank, COUNTS, DTYPES, number)
-                    if call == "cuMemcpyDtoHAsync":
-                        step.plan.start_beside(0, as_bytes(arrays[0].copy()), 1.0)
+                    arrays, weight = data_of(rank, COUNTS, DTYPES, number), 1.0 + (rank + number) % 3
+                    if on_host:
+                        step.plan.start_beside(0, as_bytes(arrays[0].copy()), weight)
                         for index in range(1, len(arrays)):
                             tensor = step.tensors[index]
-                            step.plan.start_on(index, tensor.address, tensor.nbytes, 1.0, step.stream.handle)
+                            step.plan.start_on(index, tensor.address, tensor.nbytes, weight, step.stream.handle)
                     else:
-                        step.start(arrays, 1.0 + (rank + number) % 3)
+                        step.start(arrays, weight)
                     step.wait()
 
             begin = time.monotonic()
             with pytest.raises(_native.Error) as error:
                 go_on()
-            assert time.monotonic() - begin < 15
+            assert time.monotonic() - begin < seconds
             step.abandon(team)
             return str(error.value)
 
-    texts = run([0] * 3, work)
-    assert sum(f"The GPU's driver: {call} failed with" in text for text in texts) == 1, texts
-    assert sum("met an error" in text for text in texts) == 2, texts
+    return run(nodes, work)
+
+
+def check_an_error_in_a_step(ids, call, run=run):
+    """A call of the driver that fails on one of three ranks of a node is an error on all."""
+    fail = functools.partial(driver().fake_fail, call.encode(), 2)
+    texts = errors_in_a_step(ids, [0] * 3, fail, run, on_host=call == "cuMemcpyDtoHAsync")
+    check_one_failed(texts, f"The GPU's driver: {call} failed with")
+
+
+def check_one_failed(texts, said):
+    """One rank says what has failed, the others that it has."""
+    assert sum(said in text for text in texts) == 1, texts
+    assert sum("met an error" in text for text in texts) == len(texts) - 1, texts
+
+
+def fail_by_nccl(call, after):
+    """Return what lets NCCL or the driver fail, after so many calls of the driver, and what is said then."""
+    if call.startswith("nccl"):
+        return functools.partial(nccl().fake_nccl_fail, call.encode(), 1), f"NCCL: {call} failed: internal error."
+    if call.startswith("cu"):
+        fail = functools.partial(driver().fake_fail, call.encode(), after)
+        return fail, f"The GPU's driver: {call} failed with"
+    return functools.partial(nccl().fake_nccl_break, 1, 3), "NCCL: a collective failed: internal error."
 
 
 def check_two_teams(ids, run=run, copy=0):

@@ -13,8 +13,11 @@ from direct_steps import (
     Ids,
     check_end_in_a_step,
     check_host_and_device,
+    check_one_failed,
     check_weights_on_the_device,
     error_without_the_other,
+    errors_in_a_step,
+    fail_by_nccl,
     steps,
 )
 from fake_cuda import Tensor, driver, nccl
@@ -96,40 +99,10 @@ DRIVER += ["cuEventQuery", "cuPointerGetAttribute"]
     "call",
     [*CALLS, "what is under way", "cuMemcpyDtoDAsync", *(pytest.param(c, marks=pytest.mark.soak) for c in DRIVER)],
 )
-def test_an_error_in_a_step_is_one_on_all_ranks(call, fake):
+def test_an_error_in_a_step_is_one_on_all_ranks(call):
     """At once, whatever NCCL has under way; then the tensors are freed."""
-    ids = Ids(3)
-
-    def work(team, rank):
-        with contextlib.closing(DirectStep(team, rank, ids, weighted=True)) as step:
-            step.start(data_of(rank, COUNTS, DTYPES), 1.0 + rank)
-            step.wait()
-            team.barrier()
-            if rank == 1:
-                if call.startswith("nccl"):
-                    nccl().fake_nccl_fail(call.encode(), 1)
-                elif call.startswith("cu"):
-                    fake.fake_fail(call.encode(), 2)
-                else:
-                    nccl().fake_nccl_break(1, 3)
-
-            def go_on():
-                for number in range(30):
-                    step.start(data_of(rank, COUNTS, DTYPES, number), 1.0 + (rank + number) % 3)
-                    step.wait()
-
-            begin = time.monotonic()
-            with pytest.raises(_native.Error) as error:
-                go_on()
-            assert time.monotonic() - begin < 15
-            step.abandon(team)
-            return str(error.value)
-
-    texts = run([0] * 3, work)
-    said = {"c": f"The GPU's driver: {call} failed with", "n": f"NCCL: {call} failed: internal error."}
-    said = said.get(call[0], "NCCL: a collective failed: internal error.")
-    assert sum(said in text for text in texts) == 1, texts
-    assert sum("met an error" in text for text in texts) == 2, texts
+    fail, said = fail_by_nccl(call, 2)
+    check_one_failed(errors_in_a_step(Ids(3), [0] * 3, fail), said)
 
 
 @pytest.mark.parametrize(("how", "nodes"), [("late", [0, 0]), ("closed", [0, 0]), ("late", [0, 1])])

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 from device_steps import COUNTS, DTYPES
-from direct_steps import DirectStep, Nodes, check_host_and_device, steps
+from direct_steps import DirectStep, Nodes, check_host_and_device, errors_in_a_step, fail_by_nccl, steps
 from fake_cuda import driver, nccl
 from in_process import SOON, check, data_of
 
@@ -130,38 +130,11 @@ CALLS = ["ncclReduceScatter", "ncclAllGather", "cuMemcpyDtoHAsync", "cuMemcpyHto
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_an_error_in_a_step_is_one_on_all_nodes(call, fake):
+def test_an_error_in_a_step_is_one_on_all_nodes(call):
     """At once on its node, and on others once they are told."""
     many = Nodes(TWO)
-
-    def work(team, rank):
-        with contextlib.closing(DirectStep(team, rank, many, weighted=True)) as step:
-            step.start(data_of(rank, COUNTS, DTYPES), 1.0 + rank)
-            step.wait()
-            team.barrier()
-            if rank == 3:
-                if call.startswith("nccl"):
-                    nccl().fake_nccl_fail(call.encode(), 1)
-                elif call.startswith("cu"):
-                    fake.fake_fail(call.encode(), 5)
-                else:
-                    nccl().fake_nccl_break(1, 3)
-
-            def go_on():
-                for number in range(30):
-                    step.start(data_of(rank, COUNTS, DTYPES, number), 1.0)
-                    step.wait()
-
-            begin = time.monotonic()
-            with pytest.raises(_native.Error) as error:
-                go_on()
-            assert time.monotonic() - begin < 10
-            step.abandon(team)
-            return str(error.value)
-
-    texts = many.run(work)
-    said = {"c": f"The GPU's driver: {call} failed with", "n": f"NCCL: {call} failed: internal error."}
-    said = said.get(call[0], "NCCL: a collective failed: internal error.")
+    fail, said = fail_by_nccl(call, 5)
+    texts = errors_in_a_step(many, TWO, fail, lambda nodes, work: many.run(work), seconds=10)
     failed = [rank for rank, text in enumerate(texts) if said in text]
     assert len(failed) == (2 if call == "what is under way" else 1), texts  # on both nodes there is such a rank of NCCL
     for rank in {0, 1, 2, 3} - set(failed):

@@ -43,18 +43,21 @@ struct Mailbox {
   }
 };
 
+void copy_on_host(void* to, const void* from, size_t nbytes) {
+  std::memcpy(to, from, nbytes);
+}
+
 // What the threads share: mailboxes, and the segments of each node.
 struct World {
-  CopyFunction copy = nullptr;
+  explicit World(CopyFunction given) : copies_any(given != nullptr), copy(copies_any ? given : copy_on_host) {}
+
+  const bool copies_any;  // also memory of GPUs
+  const CopyFunction copy;
   std::mutex mutex;
   // (channel, from, to, tag)
   std::map<std::tuple<int, int, int, int>, Mailbox> mailboxes;
   // (node, number of the segment) -> memory
   std::map<std::pair<int, int>, std::shared_ptr<void>> segments;
-
-  CopyFunction copy_or_default() const {
-    return copy != nullptr ? copy : [](void* to, const void* from, size_t nbytes) { std::memcpy(to, from, nbytes); };
-  }
 };
 
 struct Done final : Request {
@@ -82,7 +85,7 @@ struct Receive final : Request {
     const std::lock_guard lock(world->mutex);
     if (posted.arrived) return true;
     Mailbox& mailbox = world->mailboxes[box];
-    mailbox.deliver(world->copy_or_default());
+    mailbox.deliver(world->copy);
     if (mailbox.messages.empty() && mailbox.posted.empty()) world->mailboxes.erase(box);
     return posted.arrived;
   }
@@ -103,7 +106,7 @@ class InProcessChannel final : public Channel {
 
   RequestPtr send(const void* data, size_t nbytes, int peer, int tag) override {
     Message message(nbytes);
-    if (nbytes > 0) world_->copy_or_default()(message.data(), data, nbytes);
+    if (nbytes > 0) world_->copy(message.data(), data, nbytes);
     const std::lock_guard lock(world_->mutex);
     world_->mailboxes[{number_, rank_, peer, tag}].messages.push_back(std::move(message));
     return std::make_unique<Done>();
@@ -152,7 +155,7 @@ class InProcessTransport final : public Transport {
   InProcessTransport(std::shared_ptr<World> world, Topology topology)
       : Transport(std::move(topology)), world_(std::move(world)) {}
 
-  bool takes_device_memory() const override { return world_->copy != nullptr; }
+  bool takes_device_memory() const override { return world_->copies_any; }
 
   std::unique_ptr<Channel> open_channel() override {
     return std::make_unique<InProcessChannel>(world_, channels_++, topology().rank, topology().size);
@@ -180,8 +183,7 @@ class InProcessTransport final : public Transport {
 
 std::vector<std::unique_ptr<Transport>> make_in_process_transports(const std::vector<int>& node_of_rank,
                                                                    CopyFunction copy) {
-  const auto world = std::make_shared<World>();
-  world->copy = copy;
+  const auto world = std::make_shared<World>(copy);
   std::vector<std::unique_ptr<Transport>> transports;
   for (int rank = 0; rank < static_cast<int>(node_of_rank.size()); ++rank)
     transports.push_back(std::make_unique<InProcessTransport>(world, Topology::make(rank, node_of_rank)));

@@ -19,7 +19,7 @@ from typing import Any
 from keras_hpc import _native, backends
 from keras_hpc.job import current
 from keras_hpc.keras_hooks import running
-from keras_hpc.keras_hooks.gradients import optimizer
+from keras_hpc.keras_hooks.gradients import optimizer, plans
 from keras_hpc.keras_hooks.trials import own_steps
 
 
@@ -109,7 +109,8 @@ def _hooks_of(model: Any) -> _Hooks:
     variables = model.trainable_variables
     state = current.job().known.model(model)
     hooks: _Hooks | None = state.early_start
-    plan, order = optimizer.plan_in_segment(model.optimizer, [None] * len(variables), variables)
+    team = current.team_of(model.optimizer)
+    plan, order = plans.in_segment(team, model.optimizer, [None] * len(variables), variables)
     gradients = backends.current().gradients_of(plan)
     if hooks is None or hooks.gradients is not gradients or hooks.variables != list(map(id, variables)):
         if hooks is not None:

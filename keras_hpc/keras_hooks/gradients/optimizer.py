@@ -23,9 +23,8 @@ from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec
 from keras_hpc.keras_hooks import float8, keras_private, running
-from keras_hpc.keras_hooks.gradients import first_update
+from keras_hpc.keras_hooks.gradients import first_update, plans
 from keras_hpc.keras_hooks.schedules import delayed, local_steps
-from keras_hpc.keras_hooks.sharded import takers
 from keras_hpc.keras_hooks.state import rows
 from keras_hpc.keras_hooks.state import variables as model_variables
 from keras_hpc.keras_hooks.virtual import guards
@@ -172,7 +171,7 @@ def _reduces_in_deferral(optimizer: Any, pipelined: bool) -> bool:
 def _apply_pipelined(
     optimizer: Any, original: Callable[..., Any], bound: Any, gradients: list[Any], variables: Sequence[Any], count: Any
 ) -> Any:
-    key = key_of(optimizer)
+    key = plans.key_of(optimizer)
     team = current.team_of(_applying.optimizer or optimizer)
     if original.__name__ == "stateless_apply":
 
@@ -206,7 +205,7 @@ def _apply_local(
     _applying.optimizer = optimizer
     try:
         local_steps.apply(
-            current.team_of(optimizer), optimizer, gradients, variables, count, key_of(optimizer), average, update
+            current.team_of(optimizer), optimizer, gradients, variables, count, plans.key_of(optimizer), average, update
         )
     finally:
         _applying.optimizer = None
@@ -268,12 +267,10 @@ def reduce_gradients(
     means = [index for index in order if index not in extremes and index not in sparse]
     team = current.team_of(_applying.optimizer or optimizer)
     if keras.backend.backend() == "torch":
-        plan, means = plan_in_segment(optimizer, gradients, variables)
+        plan, means = plans.in_segment(team, optimizer, gradients, variables)
         _replace(result, means, backends.current().gradients_of(plan).reduce([gradients[i] for i in means], count))
     elif means:
-        needed = takers.of_gradients(optimizer, variables)
-        specs = [_spec(i, gradients[i], variables, needed) for i in means]
-        plan = _plan(team, key_of(optimizer), specs, variables)
+        plan = plans.of_means(team, optimizer, gradients, variables, means)
         _replace(result, means, backends.current().reduce(plan, [gradients[i] for i in means], count, due))
     if sparse:
         share = _share(optimizer, count) / team.size
@@ -284,53 +281,9 @@ def reduce_gradients(
     return result
 
 
-def _plan(team: Any, key: str, specs: list[TensorSpec], variables: Sequence[Any]) -> Any:
-    """Return the plan of gradients, of which all exist: on the GPU that has the variables, where there is one."""
-    device = backends.current().device_of(variables)
-    if device is not None:
-        plan = team.plan(key, specs, wire_dtype=team.wire_dtype, in_segment=True, device=device)
-        if plan.device is not None or backends.current().PLANS_ON_GPU:
-            return plan
-    return team.plan(key, specs, wire_dtype=team.wire_dtype)
-
-
-def plan_in_segment(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> tuple[Any, list[int]]:
-    """Return the plan of an optimizer whose gradients need not all exist, and whose they are. PyTorch only.
-
-    Args:
-        optimizer: the outermost that applies them.
-        gradients: this rank's, or None for those that are not known yet.
-        variables: theirs; empty where Keras does not say, and then all gradients exist.
-    """
-    team = current.team_of(_applying.optimizer or optimizer)
-    known = current.job().known.optimizer(optimizer).in_segment
-    # Asked for in every step, as PyTorch traces none. An optimizer keeps its variables, so their ids are not reused.
-    alone = takers.can_be(optimizer)
-    key = (team.id, alone, *map(id, variables), *(gradient is not None and gradient.dtype for gradient in gradients))
-    if not variables or key not in known:
-        extremes = float8.overwriting(variables)
-        means = [index for index in reversed(range(len(gradients))) if index not in extremes]
-        needed = takers.of_gradients(optimizer, variables) if alone else None
-        specs = [_spec(index, gradients[index], variables, needed) for index in means]
-        specs.append(TensorSpec("which of them came", (len(means),), "float32"))
-        device = backends.current().device_of(variables or gradients)
-        in_tree = current.job().virtual is not None
-        ask = functools.partial(team.plan, key_of(optimizer), specs, in_segment=True, device=device)
-        plan = ask("sum", in_tree=True) if in_tree else ask(wire_dtype=team.wire_dtype)
-        known[key] = plan, means
-    return known[key]
-
-
 def _replace(values: list[Any], indices: Sequence[int], new: Sequence[Any]) -> None:
     for index, value in zip(indices, new, strict=True):
         values[index] = value
-
-
-def _spec(index: int, gradient: Any, variables: Sequence[Any], needed: Sequence[Any] | None = None) -> Any:
-    owner = variables[index] if variables else gradient
-    name = running.plain_name(owner) if variables else "accumulated gradient"
-    dtype = model_variables.standard_dtype(owner if gradient is None else gradient)
-    return TensorSpec(f"{index}: {name}", tuple(owner.shape), dtype, takers=() if needed is None else needed[index])
 
 
 def _reduce_maxima(optimizer: Any, gradients: list[Any], variables: Any, values: Any, step: Any) -> list[Any]:
@@ -341,8 +294,8 @@ def _reduce_maxima(optimizer: Any, gradients: list[Any], variables: Any, values:
     result = float8.undone(gradients, extremes, step, own)
     if not maxima:
         return result
-    specs = [_spec(i, gradients[i], variables) for i in maxima]
-    plan = current.team_of(optimizer).plan(f"{key_of(optimizer)}/maximum", specs, op="max", weighted=False)
+    specs = [plans.spec_of(i, gradients[i], variables) for i in maxima]
+    plan = current.team_of(optimizer).plan(f"{plans.key_of(optimizer)}/maximum", specs, op="max", weighted=False)
     _replace(result, maxima, backends.current().reduce(plan, [result[i] for i in maxima]))
     return result
 
@@ -377,15 +330,10 @@ def _share(optimizer: Any, count: Any) -> Any:
     return (mine / _exchange(optimizer, "count", mine, "mean"))[0]
 
 
-def key_of(optimizer: Any) -> str:
-    """Return the name of an optimizer's plans, the same on every rank."""
-    return current.job().known.key_of(optimizer, "optimizer")
-
-
 def _exchange(optimizer: Any, name: str, tensor: Any, op: str) -> Any:
     team = current.team_of(_applying.optimizer or optimizer)
     specs = [TensorSpec(name, tuple(tensor.shape), keras.backend.standardize_dtype(tensor.dtype))]
-    plan = team.plan(f"{key_of(optimizer)}/{name}", specs, op=op, weighted=False)
+    plan = team.plan(f"{plans.key_of(optimizer)}/{name}", specs, op=op, weighted=False)
     return backends.current().reduce(plan, [tensor])[0]
 
 

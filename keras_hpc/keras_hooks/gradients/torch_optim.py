@@ -10,7 +10,7 @@ import keras
 
 from keras_hpc.job import current
 from keras_hpc.keras_hooks import running
-from keras_hpc.keras_hooks.gradients import first_update, optimizer
+from keras_hpc.keras_hooks.gradients import first_update, optimizer, plans
 from keras_hpc.keras_hooks.schedules import local_steps
 from keras_hpc.keras_hooks.state import replicas
 
@@ -57,7 +57,7 @@ def _before(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     step = running.step()
     count = None if step is None else step.count
     if team.schedule.local is not None:
-        _, gradients, mode = local_steps.begin(team, own, gradients, parameters, count, optimizer.key_of(own))
+        _, gradients, mode = local_steps.begin(team, own, gradients, parameters, count, plans.key_of(own))
         current.job().known.optimizer(own).local_mode = mode
         if not local_steps.is_synchronous(mode):
             if count is not None and not count > 0:  # its gradients are of no samples

@@ -18,7 +18,7 @@ from keras_hpc import backends
 from keras_hpc.job import current
 from keras_hpc.job.plan import TensorSpec, dtype_of
 from keras_hpc.job.virtual import ALIGNMENT, TreeSum, Virtual, allreduce
-from keras_hpc.keras_hooks.gradients import optimizer
+from keras_hpc.keras_hooks.gradients import plans
 from keras_hpc.keras_hooks.running import plain_name
 from keras_hpc.keras_hooks.state.variables import standard_dtype
 
@@ -54,12 +54,13 @@ def early(model: Any, gradients: Sequence[Any], share: Any, is_summed: Any) -> l
     found: Sequence[Any] = [result[i] for i in order]
     if keras.backend.backend() == "torch":
         if is_summed:
-            plan, order = optimizer.plan_in_segment(model.optimizer, gradients, variables)
+            team = current.team_of(model.optimizer)
+            plan, order = plans.in_segment(team, model.optimizer, gradients, variables)
             found = backends.current().gradients_of(plan).reduce([gradients[i] for i in order], share)
     elif order:
         dtypes = {i: keras.backend.standardize_dtype(gradients[i].dtype) for i in order}
         specs = [TensorSpec(f"{i}: {plain_name(variables[i])}", tuple(variables[i].shape), dtypes[i]) for i in order]
-        key = f"{optimizer.key_of(model.optimizer)}/tree"
+        key = f"{plans.key_of(model.optimizer)}/tree"
         plan = current.team_of(model).plan(key, specs, op="sum", in_tree=are_early(model))
         found = backends.current().reduce(plan, found, share, is_summed)
     for index, value in zip(order, found, strict=True):
