@@ -177,9 +177,12 @@ void DirectPlan::for_parts(int number, device::Pointer memory, F&& f) {
   const Bucket& its = bucket(number);
   for (int t = its.first; t <= its.last; ++t) {
     const Range part = plan_.layout().part(t, {its.begin, its.end});
-    if (!part.empty())
-      f(of(t), memory + (part.begin - its.begin), memory_.get() + part.begin,
-        part.begin - plan_.layout().range(t).begin, part.size());
+    if (part.empty()) continue;
+    // What is queued before an error is awaited by whoever tells the caller of it, and nothing is queued afterwards.
+    const std::lock_guard lock(mutex_);
+    if (error_) std::rethrow_exception(error_);
+    f(of(t), memory + (part.begin - its.begin), memory_.get() + part.begin, part.begin - plan_.layout().range(t).begin,
+      part.size());
   }
 }
 
